@@ -1,0 +1,301 @@
+"""The schema of `params.yaml`: every key, its type, its range, and the combinations that are impossible.
+
+There are no defaults: the file is complete, so what you read is what ran. A section is listed by exactly the stages whose
+result depends on it (see dvc.yaml); `runtime` is listed by none. Units are in the names; `*_frac` are in [0, 1].
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Frac = Annotated[float, Field(ge=0, le=1)]
+OpenFrac = Annotated[float, Field(gt=0, lt=1)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+SetName = Literal["pretrain", "full_sft", "lora", "dpo", "rlaif", "agent"]
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are errors, values are never coerced across types, nothing mutates them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+
+
+class DataSource(Section):
+    source: Annotated[str, Field(min_length=1)]
+
+
+class DataSets(Section):
+    pretrain: DataSource
+    full_sft: DataSource
+    lora: DataSource
+    dpo: DataSource
+    rlaif: DataSource
+    agent: DataSource
+
+
+class Data(Section):
+    sets: DataSets
+    held_out_frac: OpenFrac
+    held_out_max_rows: Positive
+    max_dropped_frac: Frac
+    seed: Count
+
+
+class TokenizerParams(Section):
+    init_from: str | None
+    vocab_size: Annotated[int, Field(ge=292)]  # 36 added tokens + 256 bytes
+    split_digits: bool
+    max_rows_per_set: Positive
+
+
+class RopeScaling(Section):
+    """YaRN (arXiv:2309.00071); null in `model.rope_scaling` means plain RoPE."""
+
+    factor: Annotated[float, Field(gt=1)]
+    original_max_position_embeddings: Positive
+    beta_fast: PositiveFloat
+    beta_slow: PositiveFloat
+    attention_factor: PositiveFloat
+
+
+class ModelParams(Section):
+    hidden_size: Positive
+    num_hidden_layers: Positive
+    num_attention_heads: Positive
+    num_key_value_heads: Positive
+    head_dim: Annotated[int, Field(ge=2, multiple_of=2)]
+    intermediate_size: Positive
+    max_position_embeddings: Positive
+    rope_theta: PositiveFloat
+    rope_scaling: RopeScaling | None
+    rms_norm_eps: PositiveFloat
+    dropout: Annotated[float, Field(ge=0, lt=1)]
+    use_moe: bool
+    num_experts: Positive
+    num_experts_per_tok: Positive
+    moe_intermediate_size: Positive
+    norm_topk_prob: bool
+    router_aux_loss_coef: Weight
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads={self.num_key_value_heads}: must divide num_attention_heads={self.num_attention_heads}"
+            )
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(f"num_experts_per_tok={self.num_experts_per_tok}: must be <= num_experts={self.num_experts}")
+        return self
+
+
+class Optimizer(Section):
+    """AdamW with linear warm-up and a cosine to `min_lr_frac` of the peak; one optimizer step per accumulation window."""
+
+    seed: Count
+    epochs: Count
+    batch_size: Positive
+    lr: PositiveFloat
+    warmup_steps: Count
+    min_lr_frac: Frac
+    weight_decay: Weight
+    max_grad_norm: PositiveFloat
+    plot_every: Positive
+
+
+class Supervised(Optimizer):
+    accumulation_steps: Positive
+    max_seq_len: Annotated[int, Field(ge=8)]
+    val_every: Positive
+
+
+class Pretrain(Supervised):
+    init_from: str | None
+
+
+class Chat(Supervised):
+    """Supervised chat training; both augmentations are drawn once per row and epoch."""
+
+    system_prompt_frac: Frac
+    drop_empty_think_frac: Frac
+
+
+class FullSft(Chat):
+    init_from: str | None
+
+
+class Lora(Chat):
+    rank: Positive
+    alpha: PositiveFloat
+    targets: Annotated[
+        tuple[Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], ...],
+        Field(min_length=1, strict=False),
+    ]
+
+
+class Dpo(Supervised):
+    beta: PositiveFloat
+    drop_empty_think_frac: Frac
+
+
+class Reward(Supervised):
+    external: str | None
+
+
+class Sampling(Optimizer):
+    """What the stages that sample share. Temperature applies to old, new and reference logprobs alike."""
+
+    max_prompt_len: Annotated[int, Field(ge=8)]
+    max_new_tokens: Positive
+    temperature: PositiveFloat
+    thinking_ratio: Frac
+    micro_batch_size: Positive
+    kl_coef: Weight
+    sample_every: Positive
+
+
+class Ppo(Sampling):
+    critic_lr: PositiveFloat
+    mini_batch_size: Positive
+    updates_per_rollout: Positive
+    clip_eps: PositiveFloat
+    value_clip_eps: PositiveFloat
+    vf_coef: Weight
+    gamma: Frac
+    gae_lambda: Frac
+    early_stop_kl: PositiveFloat
+    critic_warmup_steps: Count
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.mini_batch_size > self.batch_size:
+            raise ValueError(f"mini_batch_size={self.mini_batch_size}: must be <= batch_size={self.batch_size}")
+        return self
+
+
+class Group(Sampling):
+    """Group-relative policy optimisation (arXiv:2402.03300) and CISPO (arXiv:2506.13585)."""
+
+    group_size: Annotated[int, Field(ge=2)]
+    loss: Literal["cispo", "grpo"]
+    clip_eps_low: PositiveFloat
+    clip_eps_high: PositiveFloat
+    ratio_cap: Annotated[float, Field(gt=1)]
+    updates_per_rollout: Positive
+
+
+class Grpo(Group):
+    pass
+
+
+class Agent(Group):
+    max_turns: Positive
+    max_total_len: Positive
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.max_prompt_len + self.max_new_tokens > self.max_total_len:
+            raise ValueError(
+                f"max_total_len={self.max_total_len}: must hold max_prompt_len + max_new_tokens = "
+                f"{self.max_prompt_len + self.max_new_tokens}"
+            )
+        return self
+
+
+class Span(Section):
+    """A closed range of character counts and the reward for lying inside (`weight`) or outside (`-penalty`)."""
+
+    min_chars: Count
+    max_chars: Positive
+    weight: Weight
+    penalty: Weight
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.min_chars > self.max_chars:
+            raise ValueError(f"min_chars={self.min_chars}: must be <= max_chars={self.max_chars}")
+        return self
+
+
+class Rewards(Section):
+    """Weights of the reward terms; each term is logged by name (docs/rewards.md)."""
+
+    length: Span
+    thinking: Span
+    think_close: Weight
+    repetition: Weight
+    model: Weight
+    model_clip: PositiveFloat
+    answer: Weight
+    tool_call: Weight
+    unfinished: Weight
+    agent_clip: PositiveFloat
+
+
+class Eval(Section):
+    seed: Count
+    panel_rows: Positive
+    temperature: PositiveFloat
+    max_new_tokens: Positive
+    max_turns: Positive
+    batch_size: Positive
+    confidence: OpenFrac
+
+
+class Runtime(Section):
+    """Execution only: no stage lists it, changing it reruns nothing."""
+
+    device: Literal["auto", "cpu", "cuda"]
+    dtype: Literal["auto", "float32", "bfloat16"]
+    threads: Count
+    save_every_s: PositiveFloat
+    keep_saves: Positive
+    progress: Literal["auto", "on", "off"]
+    mlflow: bool
+    compile: bool
+    gradient_checkpointing: bool
+
+
+class Params(Section):
+    data: Data
+    tokenizer: TokenizerParams
+    model: ModelParams
+    pretrain: Pretrain
+    full_sft: FullSft
+    lora: Lora
+    dpo: Dpo
+    reward: Reward
+    ppo: Ppo
+    grpo: Grpo
+    agent: Agent
+    rewards: Rewards
+    eval: Eval
+    runtime: Runtime
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        window = self.model.max_position_embeddings
+        for name in ("pretrain", "full_sft", "lora", "dpo", "reward"):
+            length = getattr(self, name).max_seq_len
+            if length > window:
+                raise ValueError(f"{name}.max_seq_len={length}: must be <= model.max_position_embeddings={window}")
+        if self.reward.max_seq_len < self.dpo.max_seq_len:
+            raise ValueError(
+                f"reward.max_seq_len={self.reward.max_seq_len}: must be >= dpo.max_seq_len={self.dpo.max_seq_len}, "
+                "both stages read the same encoded pairs"
+            )
+        for name in ("ppo", "grpo"):
+            section = getattr(self, name)
+            length = section.max_prompt_len + section.max_new_tokens
+            if length > window:
+                raise ValueError(
+                    f"{name}.max_prompt_len + {name}.max_new_tokens = {length}: must be <= "
+                    f"model.max_position_embeddings={window}"
+                )
+        if self.agent.max_total_len > window:
+            raise ValueError(
+                f"agent.max_total_len={self.agent.max_total_len}: must be <= model.max_position_embeddings={window}"
+            )
+        return self
