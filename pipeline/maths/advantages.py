@@ -1,0 +1,38 @@
+"""Advantages relative to a group of completions, and whitening over a whole step."""
+
+import torch
+from torch import Tensor
+
+GROUP_STD_EPS = 1e-4
+WHITEN_EPS = 1e-8
+
+
+@torch.no_grad()
+def group_advantages(rewards: Tensor, group_size: int) -> Tensor:
+    """(reward - group mean) / (group std + 1e-4), population std (arXiv:2402.03300, section 4.1.2).
+
+    Args:
+        rewards: `[P * G]`, the G completions of a prompt adjacent.
+        group_size: G.
+
+    Returns:
+        `[P * G]`; exactly 0 for a group whose rewards are all equal, which carries no signal.
+    """
+    groups = rewards.view(-1, group_size)
+    advantages = (groups - groups.mean(-1, keepdim=True)) / (groups.std(-1, correction=0, keepdim=True) + GROUP_STD_EPS)
+    # The mean of equal floats may differ from them in the last bit, which the small divisor would blow up.
+    equal = groups.amax(-1, keepdim=True) == groups.amin(-1, keepdim=True)
+    return torch.where(equal, 0.0, advantages).view(-1)
+
+
+@torch.no_grad()
+def whiten(values: Tensor, loss_mask: Tensor) -> Tensor:
+    """(x - mean) / sqrt(var + 1e-8) over all masked-in positions of the step, biased variance; 0 elsewhere.
+
+    Args:
+        values: `[B, T]` of the whole step.
+        loss_mask: `[B, T]` bool; with no position in it the result is all 0.
+    """
+    count = loss_mask.sum().clamp(min=1)
+    centred = torch.where(loss_mask, values - torch.where(loss_mask, values, 0.0).sum() / count, 0.0)
+    return centred * torch.rsqrt(centred.square().sum() / count + WHITEN_EPS)

@@ -1,0 +1,59 @@
+"""Log-probabilities and entropies of given tokens, without a `[B, T, V]` tensor."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+IGNORE = -100
+
+
+def token_logprobs(
+    hidden: Tensor, head_weight: Tensor, labels: Tensor, *, temperature: float = 1.0, chunk: int = 1024
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each label and entropy of its distribution, softmax(logits / temperature).
+
+    The temperature is the one that sampled: old, new and reference logprobs then belong to one distribution and
+    the ratio of the first update is exactly 1. Logits are formed for `chunk` trained positions at a time and again
+    in the backward pass, so at most six fp32 tensors of `[chunk, V]` live at once beside the gradients.
+
+    Args:
+        hidden: `[..., D]`, after the final norm.
+        head_weight: `[V, D]`.
+        labels: `[...]`, `-100` where nothing is wanted.
+        temperature: > 0.
+        chunk: positions per matrix product.
+
+    Returns:
+        Logprobs and entropies (nats, detached), both `[...]` in fp32 (fp64 for fp64 input) and 0 where the label is -100.
+    """
+    wanted = labels != IGNORE
+    selected_hidden, selected_labels = hidden[wanted], labels[wanted]
+    parts = [
+        checkpoint(
+            _chunk_logprobs,
+            selected_hidden[start : start + chunk],
+            head_weight,
+            selected_labels[start : start + chunk],
+            temperature,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        for start in range(0, max(len(selected_labels), 1), chunk)  # one empty chunk keeps the graph when nothing is wanted
+    ]
+    logprobs = torch.cat([part[0] for part in parts])
+    entropy = torch.cat([part[1] for part in parts])
+    empty = logprobs.new_zeros(labels.shape)
+    return empty.masked_scatter(wanted, logprobs), empty.masked_scatter(wanted, entropy)
+
+
+def _chunk_logprobs(hidden: Tensor, head_weight: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    logits = F.linear(hidden, head_weight.to(hidden.dtype))
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    normaliser = logits.logsumexp(-1)
+    logprobs = logits.gather(-1, labels[:, None]).squeeze(-1) - normaliser
+    with torch.no_grad():
+        # A logit of -inf has probability 0 and adds nothing; 0 * -inf would be NaN.
+        surprise = torch.where(logits == -torch.inf, 0.0, normaliser[:, None] - logits)
+        entropy = (surprise * (logits - normaliser[:, None]).exp()).sum(-1)
+    return logprobs, entropy

@@ -1,0 +1,46 @@
+"""Cross-entropy as a sum and a count, without a `[B, T, V]` tensor."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+IGNORE = -100
+
+
+def cross_entropy_sum(hidden: Tensor, head_weight: Tensor, labels: Tensor, *, chunk: int = 1024) -> tuple[Tensor, Tensor]:
+    """Summed cross-entropy (nats) over the trained positions and how many there are.
+
+    Divide by the number of trained positions of the whole optimizer step: a mean per micro-batch would weigh the
+    tokens of short batches more. Logits are formed for `chunk` trained positions at a time and again in the
+    backward pass, so no tensor grows with B * T * V.
+
+    Args:
+        hidden: `[..., D]`, after the final norm.
+        head_weight: `[V, D]`.
+        labels: `[...]`, `-100` where nothing is trained.
+        chunk: positions per matrix product.
+
+    Returns:
+        The sum (0-d, fp32; 0 with zero gradients when nothing is trained) and the count (0-d, int64).
+    """
+    trained = labels != IGNORE
+    selected_hidden, selected_labels = hidden[trained], labels[trained]
+    parts = [
+        checkpoint(
+            _chunk_cross_entropy,
+            selected_hidden[start : start + chunk],
+            head_weight,
+            selected_labels[start : start + chunk],
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        for start in range(0, max(len(selected_labels), 1), chunk)  # one empty chunk keeps the graph when nothing is trained
+    ]
+    return torch.stack(parts).sum(), trained.sum()
+
+
+def _chunk_cross_entropy(hidden: Tensor, head_weight: Tensor, labels: Tensor) -> Tensor:
+    logits = F.linear(hidden, head_weight.to(hidden.dtype))
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits, labels, reduction="sum")
