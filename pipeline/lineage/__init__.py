@@ -1,0 +1,1 @@
+"""What depends on what: code hashes, profiles and the graph of stages. Imports no torch."""

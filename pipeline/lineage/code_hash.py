@@ -1,0 +1,144 @@
+"""A stage's code as data: one hash per module that its script can reach.
+
+DVC compares `data/code/<stage>.json`, so a stage reruns when code that decides its result changes, and only then. The hash
+is of the syntax tree: comments, docstrings and layout do not count. Granularity is the module.
+"""
+
+import ast
+import hashlib
+import json
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+
+ROOTS = ("pipeline", "stages")
+
+EXECUTION_ONLY = (
+    "pipeline.__main__",
+    "pipeline.environment",
+    "pipeline.errors",
+    "pipeline.lineage",
+    "pipeline.params",  # one schema for all stages: a key added for one would rerun all; DVC tracks the values themselves
+    "pipeline.stage",
+    "pipeline.supervise",
+    "pipeline.tracking",
+)
+"""Modules (with everything below them) that cannot change an out: neither hashed nor followed."""
+
+
+class CodeBase:
+    """The Python packages of `ROOTS` below `root`, read once.
+
+    Args:
+        root: the repository.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @cached_property
+    def paths(self) -> dict[str, Path]:
+        """Module name -> file; a package is its `__init__.py`."""
+        found = {}
+        for top in ROOTS:
+            for path in sorted((self.root / top).rglob("*.py")):
+                parts = path.relative_to(self.root).with_suffix("").parts
+                found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+        return found
+
+    @cached_property
+    def trees(self) -> dict[str, ast.Module]:
+        """Module name -> syntax tree."""
+        return {name: ast.parse(path.read_bytes(), str(path)) for name, path in self.paths.items()}
+
+    @cached_property
+    def imports(self) -> dict[str, set[str]]:
+        """Module name -> the modules of this code base that it imports, inside functions too."""
+        return {name: set(self._imports(name)) for name in self.paths}
+
+    @cached_property
+    def data_files(self) -> dict[str, list[Path]]:
+        """Folder of modules, as a dotted name -> its other files, those in subfolders without modules included."""
+        folders = {path.parent for path in self.paths.values()}
+        found: dict[str, list[Path]] = {}
+        for top in ROOTS:
+            for path in sorted((self.root / top).rglob("*")):
+                hidden = any(part.startswith(".") or part == "__pycache__" for part in path.relative_to(self.root).parts)
+                if path.suffix == ".py" or hidden or not path.is_file():
+                    continue
+                owner = next(folder for folder in path.parents if folder in folders or folder.parent == self.root)
+                found.setdefault(".".join(owner.relative_to(self.root).parts), []).append(path)
+        return found
+
+    def closure(self, entry: str) -> set[str]:
+        """The modules that running `entry` can reach, `EXECUTION_ONLY` left out."""
+        reached: set[str] = set()
+        waiting = [entry]
+        while waiting:
+            name = waiting.pop()
+            if name in reached or is_execution_only(name):
+                continue
+            reached.add(name)
+            waiting += self.imports[name]
+            waiting += [package for package in _packages(name) if package in self.paths]
+        return reached
+
+    def hashes(self, entry: str) -> dict[str, str]:
+        """SHA-256 per module of `closure(entry)` and per other file in these modules' folders, sorted by name."""
+        modules = self.closure(entry)
+        found = {name: self._tree_hash(name) for name in modules}
+        for folder in {".".join(self.paths[name].parent.relative_to(self.root).parts) for name in modules}:
+            for path in self.data_files.get(folder, []):
+                found[path.relative_to(self.root).as_posix()] = hashlib.sha256(path.read_bytes()).hexdigest()
+        return dict(sorted(found.items()))
+
+    def _tree_hash(self, name: str) -> str:
+        return hashlib.sha256(ast.dump(_without_strings(self.trees[name])).encode()).hexdigest()
+
+    def _imports(self, name: str) -> Iterator[str]:
+        package = name if self.paths[name].name == "__init__.py" else name.rpartition(".")[0]
+        for node in ast.walk(self.trees[name]):
+            if isinstance(node, ast.Import):
+                targets = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+                base = ".".join([*above, *([node.module] if node.module else [])])
+                targets = [base, *(f"{base}.{alias.name}" for alias in node.names)]
+            else:
+                continue
+            for target in targets:
+                yield from (found for found in [*_packages(target), target] if found in self.paths)
+
+
+def write_code_hashes(root: Path, out: Path) -> None:
+    """Writes `out/<stage>.json` for every script of `root/stages` but the one that calls this."""
+    code = CodeBase(root)
+    out.mkdir(parents=True, exist_ok=True)
+    for script in sorted((root / "stages").glob("*.py")):
+        if script.stem not in ("__init__", "code"):
+            text = json.dumps(code.hashes(f"stages.{script.stem}"), indent=1) + "\n"
+            (out / f"{script.stem}.json").write_text(text, encoding="utf-8")
+
+
+def is_execution_only(name: str) -> bool:
+    """Whether module `name` is, or lies below, one of `EXECUTION_ONLY`."""
+    return any(name == excluded or name.startswith(f"{excluded}.") for excluded in EXECUTION_ONLY)
+
+
+def _packages(name: str) -> list[str]:
+    """The packages that importing `name` imports first: a.b.c -> a, a.b."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
+
+
+def _without_strings(tree: ast.Module) -> ast.Module:
+    """`tree` without statements that are only a string (docstrings of modules, classes, functions and attributes)."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [s for s in body if not _is_string(s)] or [ast.Pass()]  # type: ignore[attr-defined]
+    return tree
+
+
+def _is_string(statement: ast.AST) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str)
