@@ -1,0 +1,258 @@
+"""The decoder: pre-norm, grouped-query attention with normalised queries and keys, RoPE, SwiGLU or experts.
+
+Shapes and parameter names are those of Qwen3 (arXiv:2505.09388), so weights move between the two unchanged.
+Dimensions: B sequences, T positions, V vocabulary, W width, H query heads, K key/value heads, D head width.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pipeline.errors import ParamsError
+from pipeline.model.config import ModelConfig
+from pipeline.model.kv_cache import KVCache
+from pipeline.model.moe import MixtureOfExperts, RouterStats, SwiGLU
+from pipeline.model.rope import apply_rope, rope_tables
+
+INIT_STD = 0.02
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm (arXiv:1910.07467) in fp32; the output is fp32 and whoever multiplies it next casts it."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] in, [..., size] out."""
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps)
+
+
+class Rotation(nn.Module):
+    """The RoPE tables; computed once, moved with the model, never saved."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        cos, sin = rope_tables(config)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """[T] or [B, T] in; cosines and sines [..., T, 1, D], one for all heads."""
+        return self.cos[positions].unsqueeze(-2), self.sin[positions].unsqueeze(-2)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention; queries and keys are normalised per head before the rotation."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.num_heads = config.num_attention_heads
+        self.num_kv_heads = config.num_key_value_heads
+        self.head_dim = config.head_dim
+        self.dropout = config.dropout
+        width = config.hidden_size
+        self.q_proj = nn.Linear(width, self.num_heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, self.num_kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, self.num_kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, width, bias=False)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+
+    def forward(
+        self,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attends causally, within `x` or over the cache as well.
+
+        Args:
+            x: [B, T, W].
+            rotation: cosines and sines of the T positions.
+            cache: where keys and values are kept; `positions` [B, T] says in which slots.
+            mask: [B, 1, T, S'] bool, True where a query sees a key of the cache; None where `x` starts every sequence.
+
+        Returns:
+            [B, T, W].
+        """
+        batch, length, _ = x.shape
+        q = self.q_norm(self.q_proj(x).view(batch, length, self.num_heads, self.head_dim))
+        k = self.k_norm(self.k_proj(x).view(batch, length, self.num_kv_heads, self.head_dim))
+        v = self.v_proj(x).view(batch, length, self.num_kv_heads, self.head_dim)
+        rotated = apply_rope(torch.cat((q, k), dim=2), *rotation).to(v.dtype)
+        q, k = rotated.split((self.num_heads, self.num_kv_heads), dim=2)
+        if cache is None or positions is None:
+            mixed = self._causal(q, k, v)
+        else:
+            all_k, all_v = cache.write(self.layer, k, v, positions)
+            mixed = self._causal(q, k, v) if mask is None else self._cached(q, all_k, all_v, mask)
+        return self.o_proj(mixed.reshape(batch, length, -1))
+
+    def _causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Full causal attention, [B, T, H, D]. Heads are repeated because not every fused kernel knows grouped queries."""
+        repeats = self.num_heads // self.num_kv_heads
+        k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        dropout = self.dropout if self.training else 0.0
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True).transpose(1, 2)
+
+    def _cached(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """Attention over keys and values [B, S', K, D] under `mask`, [B, T, H, D].
+
+        The queries that share a key head are laid out as further queries of that head: nothing is repeated but the mask.
+        """
+        batch, length, _, head_dim = q.shape
+        repeats = self.num_heads // self.num_kv_heads
+        grouped = q.transpose(1, 2).reshape(batch, self.num_kv_heads, repeats * length, head_dim)
+        mask = mask if length == 1 else mask.repeat(1, 1, repeats, 1)
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(grouped, k.transpose(1, 2), v.transpose(1, 2), mask, dropout_p=dropout)
+        return mixed.view(batch, self.num_heads, length, head_dim).transpose(1, 2)
+
+
+class Block(nn.Module):
+    """One layer. Under autocast the sublayers work in bf16; adding them to the fp32 stream `x` keeps the stream fp32."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, layer)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MixtureOfExperts(config) if config.use_moe else SwiGLU(config.hidden_size, config.intermediate_size)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, visible: Tensor | None, *attention_args: Any) -> tuple[Tensor, RouterStats | None]:
+        """[B, T, W] in; [B, T, W] and the router's statistics (training mixtures only) out."""
+        x = x + self.dropout(self.self_attn(self.input_layernorm(x), *attention_args)).to(x.dtype)
+        normed = self.post_attention_layernorm(x)
+        if isinstance(self.mlp, MixtureOfExperts):
+            update, stats = self.mlp(normed, visible)
+        else:
+            update, stats = self.mlp(normed), None
+        return x + self.dropout(update).to(x.dtype), stats
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and final norm: everything but a head.
+
+    Attributes:
+        gradient_checkpointing: recompute each layer in the backward pass instead of keeping its activations.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.gradient_checkpointing = False
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotation = Rotation(config)
+        self.router_stats: list[RouterStats] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The statistics hang on the last forward's graph, which can neither be copied nor pickled.
+        return {**self.__dict__, "router_stats": []}
+
+    def forward(self, input_ids: Tensor, cache: KVCache | None = None, visible: Tensor | None = None) -> Tensor:
+        """See `Backbone.hidden`."""
+        length = input_ids.shape[1]
+        limit = self.config.max_position_embeddings
+        if length > limit:
+            raise ParamsError(f"model.max_position_embeddings={limit}: must be >= {length}, the length of a sequence in use")
+        positions = None if cache is None else cache.positions(length)
+        rotation = self.rotation(torch.arange(length, device=input_ids.device) if positions is None else positions)
+        mask = None
+        if cache is not None and positions is not None and cache.max_length:
+            keys = torch.arange(min(cache.max_length + length, cache.capacity), device=input_ids.device)
+            mask = (keys <= positions[:, :, None])[:, None]
+        x = self.embed_tokens(input_ids)
+        self.router_stats = []
+        for block in self.layers:
+            args = (x, visible, rotation, cache, positions, mask)
+            recompute = self.gradient_checkpointing and torch.is_grad_enabled()
+            x, stats = checkpoint(block, *args, use_reentrant=False) if recompute else block(*args)
+            if stats is not None:
+                self.router_stats.append(stats)
+        return self.norm(x)
+
+
+class Backbone(nn.Module):
+    """A decoder under the name `model`, as Qwen3 has it; its subclasses add a head."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+
+    def init_weights(self, seed: int) -> None:
+        """Draws every matrix from N(0, 0.02), sets norms to 1 and biases to 0; a function of `seed` alone."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if parameter.dim() > 1:
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * INIT_STD)
+                else:
+                    parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+
+    def hidden(self, input_ids: Tensor, *, cache: KVCache | None = None, visible: Tensor | None = None) -> Tensor:
+        """Hidden states after the final norm, [B, T, W], fp32.
+
+        Args:
+            input_ids: [B, T]; rows are right-padded, a pad position never influences an earlier one.
+            cache: without one, positions are 0..T-1. With one, each row goes on at its own length: keys and values are
+                written behind it, and `cache.advance` makes them visible afterwards.
+            visible: [B, T] bool, True where a token counts in the router's statistics; None counts all, padding included.
+
+        Raises:
+            ParamsError: a position lies beyond model.max_position_embeddings.
+        """
+        return self.model(input_ids, cache, visible)
+
+    def router_aux_loss(self) -> Tensor:
+        """Load-balancing loss of the last forward, summed over layers, scalar; 0 for a dense model or in evaluation mode."""
+        losses = [stats.aux_loss for stats in self.model.router_stats]
+        return torch.stack(losses).sum() if losses else torch.zeros((), device=self.model.norm.weight.device)
+
+    def expert_load(self) -> Tensor | None:
+        """Share of the routed slots per layer and expert of the last training forward, [layers, E]; None when dense."""
+        loads = [stats.load for stats in self.model.router_stats]
+        return torch.stack(loads) if loads else None
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        """Whether layers are recomputed in the backward pass instead of keeping their activations."""
+        return self.model.gradient_checkpointing
+
+    @gradient_checkpointing.setter
+    def gradient_checkpointing(self, enabled: bool) -> None:
+        self.model.gradient_checkpointing = enabled
+
+
+class CausalLM(Backbone):
+    """The language model; its head is the embedding matrix (arXiv:1608.05859), present under both names in the state dict."""
+
+    def __init__(self, config: ModelConfig, *, seed: int = 0) -> None:
+        super().__init__(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head.weight = self.model.embed_tokens.weight
+        self.init_weights(seed)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of hidden states [..., W]."""
+        return self.lm_head(hidden)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Logits [B, T, V] of token ids [B, T]."""
+        return self.head(self.hidden(input_ids))
