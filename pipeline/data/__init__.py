@@ -1,0 +1,1 @@
+"""Rows: validation, the embedded world, prepared and encoded sets, batches."""

@@ -1,0 +1,90 @@
+"""Pretraining texts: facts, copying (what induction is learned from), small arithmetic, JSON records, dialogues."""
+
+import json
+from random import Random
+
+from pipeline.data.world.facts import RELATIONS, Relation
+from pipeline.data.world.questions import COLOURS, NAMES, OBJECTS, QUESTIONS, capitalised, join
+from pipeline.data.world.recipe import Recipe
+from pipeline.data.world.requests import replied_together, request
+from pipeline.data.world.styles import draw
+
+
+def document(random: Random, language: str, recipe: Recipe) -> str:
+    """Returns one text of about 100 to 400 characters."""
+    kind = draw(random, recipe.documents)
+    if kind == "records":
+        return "\n".join(_record(random, language, recipe) for _ in range(random.randint(1, 3)))
+    return _DOCUMENTS[kind](random, language)
+
+
+def statement(random: Random, language: str, relation: Relation, subject: str) -> str:
+    """Returns one true sentence; half of the time in the words of the good answer."""
+    wording, value = relation.wording[language], relation.values[language][subject]
+    template = wording.answer if random.random() < 0.5 else random.choice(wording.statements)
+    return capitalised(template.format(s=subject, v=value))
+
+
+def _facts(random: Random, language: str) -> str:
+    relation = random.choice(RELATIONS)
+    if random.random() < 0.5:  # all about a few subjects
+        subjects = random.sample(sorted(relation.values[language]), random.randint(2, 3))
+        related = [other for other in RELATIONS if other.kind == relation.kind]
+        pairs = [(other, subject) for subject in subjects for other in related if subject in other.values[language]]
+    else:  # one relation over many subjects
+        subjects = random.sample(sorted(relation.values[language]), random.randint(6, 9))
+        pairs = [(relation, subject) for subject in subjects]
+    return join(language, *(statement(random, language, *pair) for pair in pairs))
+
+
+def _copies(random: Random, language: str) -> str:
+    form = random.randrange(3)
+    if form == 0:  # a number, again
+        again = " again " if language == "en" else "再说"
+        numbers = [str(random.randint(1, 10 ** random.randint(1, 6))) for _ in range(random.randint(8, 12))]
+        return ", ".join(number + again + number for number in numbers)
+    names = random.sample(NAMES[language], random.randint(4, 6))
+    if form == 1:  # who has which number, recalled in another order
+        told = {name: str(random.randint(10, 9999)) for name in names}
+        verb, ask = (" has ", "Again: ") if language == "en" else ("有", "再说一遍：")
+        recalled = random.sample(names, len(names))
+        lines = [[f"{name}{verb}{told[name]}" for name in order] for order in (names, recalled)]
+        return ", ".join(lines[0]) + ".\n" + ask + ", ".join(lines[1]) + "."
+    words = [random.choice(COLOURS[language]) + (" " if language == "en" else "的") + random.choice(OBJECTS[language]) for _ in names]
+    line = ", ".join(f"{name}: {word}" for name, word in zip(names, words, strict=True))
+    return f"{line}.\n{line}."
+
+
+def _arithmetic(random: Random, language: str) -> str:
+    lines = []
+    for _ in range(random.randint(8, 14)):
+        a, b = random.randint(1, 20), random.randint(1, 20)
+        form = random.randrange(4)
+        if form == 0:
+            lines.append(f"{a}+{b}={a + b}")
+        elif form == 1:
+            lines.append(f"{max(a, b)}-{min(a, b)}={abs(a - b)}")
+        elif form == 2:
+            lines.append(f"{a % 10}*{b % 10}={a % 10 * (b % 10)}")
+        else:
+            start = random.randint(1, 995)
+            lines.append(", ".join(str(start + step) for step in range(4)))
+    return "; ".join(lines)
+
+
+def _record(random: Random, language: str, recipe: Recipe) -> str:
+    asked = request(random, language, draw(random, recipe.tools))
+    call = json.dumps({"name": asked.tool, "arguments": asked.arguments}, ensure_ascii=False)
+    return "\n".join((asked.text, call, asked.result, replied_together(language, [asked.reply])))
+
+
+def _dialogue(random: Random, language: str) -> str:
+    ask, answer = ("Question: ", "Answer: ") if language == "en" else ("问：", "答：")
+    lines = []
+    for _ in range(random.randint(3, 5)):
+        question = random.choice(list(QUESTIONS.values()))(random, language)
+        lines += [ask + question.text, answer + question.sentence]
+    return "\n".join(lines)
+
+
+_DOCUMENTS = {"facts": _facts, "copies": _copies, "arithmetic": _arithmetic, "dialogue": _dialogue}

@@ -1,0 +1,127 @@
+"""Arithmetic on text that a model wrote: a walk over the syntax tree, bounded in length, depth and size of every value.
+
+Nothing is compiled or run, so an expression can neither reach the interpreter nor allocate more than a few numbers.
+"""
+
+import ast
+import math
+import operator
+import re
+from collections.abc import Callable
+
+MAX_CHARS = 200
+MAX_DEPTH = 32
+MAX_ABS = 10**30  # of every intermediate value
+
+Number = int | float
+
+_WRITTEN = str.maketrans({"^": "**", "×": "*", "÷": "/", "−": "-", "（": "(", "）": ")", "＋": "+", "－": "-", "，": ","})
+_ALLOWED = re.compile(r"[0-9A-Za-z_.+\-*/%(), ]*")
+_BINARY: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_FUNCTIONS: dict[str, tuple[Callable[..., Number], int, int]] = {  # name: (function, fewest, most arguments)
+    "sqrt": (math.sqrt, 1, 1),
+    "abs": (abs, 1, 1),
+    "round": (round, 1, 1),
+    "min": (min, 2, 8),
+    "max": (max, 2, 8),
+}
+
+
+class ArithmeticFault(ValueError):
+    """The expression has no value here; the message is what the model reads."""
+
+
+def evaluate(expression: str) -> Number:
+    """Returns the value of an expression over `+ - * / // % **`, parentheses, sqrt, abs, round, min and max.
+
+    `^ × ÷ −` and full-width signs are read as people mean them; `math.sqrt(2)` is `sqrt(2)`. Integers stay exact.
+
+    Raises:
+        ArithmeticFault: not such an expression, too long or deep, undefined, or a value beyond `MAX_ABS`.
+    """
+    text = expression.strip().translate(_WRITTEN)
+    if not text:
+        raise ArithmeticFault("the expression is empty")
+    if len(text) > MAX_CHARS:
+        raise ArithmeticFault(f"the expression is longer than {MAX_CHARS} characters")
+    if not _ALLOWED.fullmatch(text):
+        raise ArithmeticFault("the expression has signs that are not arithmetic")
+    try:
+        tree = ast.parse(text, mode="eval")
+    except (SyntaxError, MemoryError, RecursionError):  # the parser's answers to malformed and to deeply nested text
+        raise ArithmeticFault("the expression is malformed") from None
+    return _value(tree.body, 0)
+
+
+def format_number(value: Number) -> str:
+    """Returns the value as text: integers exactly, floats to 4 decimals (4 significant digits below 0.001)."""
+    if isinstance(value, int):
+        return str(value)
+    if 0 < abs(value) < 0.001:
+        return f"{value:.4g}"
+    return f"{value + 0.0:.4f}".rstrip("0").rstrip(".")  # + 0.0: a negative zero prints as 0
+
+
+def _value(node: ast.AST, depth: int) -> Number:
+    if depth > MAX_DEPTH:
+        raise ArithmeticFault(f"the expression is nested deeper than {MAX_DEPTH}")
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return _bounded(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd | ast.USub):
+        value = _value(node.operand, depth + 1)
+        return -value if isinstance(node.op, ast.USub) else value
+    if isinstance(node, ast.BinOp):
+        return _binary(node.op, _value(node.left, depth + 1), _value(node.right, depth + 1))
+    if isinstance(node, ast.Call) and not node.keywords:
+        return _call(node.func, [_value(argument, depth + 1) for argument in node.args])
+    raise ArithmeticFault("only numbers, + - * / // % **, parentheses, sqrt, abs, round, min and max are known")
+
+
+def _binary(kind: ast.operator, left: Number, right: Number) -> Number:
+    if isinstance(kind, ast.Pow):
+        return _power(left, right)
+    if type(kind) not in _BINARY:
+        raise ArithmeticFault("only + - * / // % ** are known between numbers")
+    try:
+        return _bounded(_BINARY[type(kind)](left, right))
+    except ZeroDivisionError:
+        raise ArithmeticFault("division by zero") from None
+
+
+def _power(base: Number, exponent: Number) -> Number:
+    if base == 0 and exponent < 0:
+        raise ArithmeticFault("division by zero")
+    if base < 0 and exponent != int(exponent):
+        raise ArithmeticFault("a root of a negative number is not real")
+    # Sizes are compared before the power is taken: 9**9**9 would fill the memory.
+    if base != 0 and exponent * math.log10(abs(base)) > math.log10(MAX_ABS):
+        raise ArithmeticFault("the result is too large")
+    return _bounded(base**exponent)
+
+
+def _call(function: ast.expr, arguments: list[Number]) -> Number:
+    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id == "math":
+        name = function.attr
+    else:
+        name = function.id if isinstance(function, ast.Name) else ""
+    if name not in _FUNCTIONS:
+        raise ArithmeticFault(f"unknown function, known are {', '.join(_FUNCTIONS)}")
+    compute, fewest, most = _FUNCTIONS[name]
+    if not fewest <= len(arguments) <= most:
+        raise ArithmeticFault(f"{name} takes {fewest}{f' to {most}' if most > fewest else ''} arguments")
+    if name == "sqrt" and arguments[0] < 0:
+        raise ArithmeticFault("a root of a negative number is not real")
+    return _bounded(compute(*arguments))
+
+
+def _bounded(value: Number) -> Number:
+    if not abs(value) <= MAX_ABS:  # false for nan too
+        raise ArithmeticFault("the result is too large")
+    return value
