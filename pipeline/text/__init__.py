@@ -1,0 +1,1 @@
+"""Tokenizer and chat format: the only place where messages become token ids and back."""
