@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -20,6 +21,18 @@ from pipeline.model import CausalLM, ModelConfig, RewardModel, load_lora
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 MAX_NAMES = 3  # of wrong tensors in one error line
+# What the readers of zip and pickle raise on damaged files (measured by flipping every byte of one).
+UNREADABLE = (
+    RuntimeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    EOFError,
+    OSError,
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+)
 
 
 def model_meta(kind: str, config: ModelConfig, tokenizer_digest: str, **extra: Any) -> dict[str, Any]:
@@ -75,9 +88,11 @@ def load_reward_model(path: Path, *, tokenizer_digest: str | None = None) -> Rew
 def load_lora_model(base: Path, path: Path, *, tokenizer_digest: str | None = None) -> CausalLM:
     """The language model at `base` with the adapters at `path`, not merged. Errors as `load_model`."""
     meta = load_meta(path, "lora", tokenizer_digest)
-    model = load_model(base, tokenizer_digest=tokenizer_digest)
+    model, state = load_model(base, tokenizer_digest=tokenizer_digest), load_state(path)
     try:
-        load_lora(model, load_state(path), meta["lora"])
+        load_lora(model, state, meta["lora"])
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
     except (KeyError, TypeError) as error:
         raise DataError(f"{path.with_suffix('.json')}: `lora` must hold rank, alpha and targets ({error})") from error
     return model
@@ -111,10 +126,11 @@ def load_state(path: Path) -> dict[str, Tensor]:
         DataError: the file is missing, damaged, or holds something else.
     """
     try:
+        _check_sums(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file") from error
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, AttributeError, OSError) as error:
+    except UNREADABLE as error:
         reason = str(error).strip().partition("\n")[0][:120]
         raise DataError(f"{path}: not a readable PyTorch file of tensors ({reason})") from error
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
@@ -180,6 +196,14 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def _check_sums(path: Path) -> None:
+    """Raises on a flipped bit: `torch.load` does not look at the checksums that `torch.save` writes."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            if damaged := archive.testzip():
+                raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
 
 
 def _plain(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

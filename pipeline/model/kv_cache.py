@@ -3,6 +3,7 @@
 Dimensions: B rows, S capacity, T new positions, K key/value heads, D head width.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -96,6 +97,16 @@ class KVCache:
             [self._copy(layer, rows) for layer in self._keys],
             [self._copy(layer, rows) for layer in self._values],
             self.lengths[rows],
+        )
+
+    @classmethod
+    def concat(cls, caches: Sequence["KVCache"]) -> "KVCache":
+        """A new cache of the rows of all caches, in order; they are of one model and one capacity."""
+        layers = range(len(caches[0]._keys))
+        return cls(
+            [torch.cat([cache._keys[layer] for cache in caches]) for layer in layers],
+            [torch.cat([cache._values[layer] for cache in caches]) for layer in layers],
+            torch.cat([cache.lengths for cache in caches]),
         )
 
     def _copy(self, layer: Tensor, rows: Tensor) -> Tensor:

@@ -95,8 +95,7 @@ def load_lora(model: Backbone, state: Mapping[str, Tensor], meta: Mapping[str, A
     wrong = sorted(name for name in own.keys() & state.keys() if own[name].shape != state[name].shape)
     wrong += sorted(own.keys() ^ state.keys())
     if wrong:
-        fault = "missing, unexpected or of another shape"
-        raise DataError(f"the adapters do not fit the model: {len(wrong)} tensors are {fault}, {wrong[0]} first")
+        raise DataError(f"the adapters do not fit the model; missing, unexpected or of another shape ({len(wrong)}): {wrong[0]}")
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(state[name])

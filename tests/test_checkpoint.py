@@ -1,0 +1,286 @@
+"""Files: same weights, same bytes; strict loading; one readable line for every fault."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.checkpoint import (
+    load_foreign,
+    load_lora_model,
+    load_model,
+    load_reward_model,
+    load_state,
+    lora_meta,
+    model_meta,
+    save_model,
+    write_atomically,
+)
+from pipeline.errors import DataError
+from pipeline.model import CausalLM, ModelConfig, RewardModel, add_lora, lora_state_dict
+
+CONFIG = ModelConfig(
+    vocab_size=37,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=4,
+    intermediate_size=20,
+    max_position_embeddings=32,
+    rope_theta=10000.0,
+    rope_scaling=None,
+    rms_norm_eps=1e-6,
+    dropout=0.0,
+    use_moe=False,
+    num_experts=2,
+    num_experts_per_tok=1,
+    moe_intermediate_size=12,
+    norm_topk_prob=False,
+    router_aux_loss_coef=0.01,
+)
+IDS = torch.randint(37, (2, 8), generator=torch.Generator().manual_seed(0))
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def save(path: Path, model: CausalLM, digest: str = "abc") -> Path:
+    save_model(path, model.state_dict(), model_meta("causal_lm", model.config, digest))
+    return path
+
+
+def logits(model: CausalLM) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(IDS)
+
+
+def one_line(error: pytest.ExceptionInfo[DataError]) -> str:
+    assert len(error.value.lines) == 1 and "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, use_moe=True)])
+def test_a_model_comes_back_as_it_was(tmp_path, config):
+    model = CausalLM(config, seed=3)
+    loaded = load_model(save(tmp_path / "full_sft.pth", model), tokenizer_digest="abc")
+    assert loaded.config == config and not loaded.training
+    assert torch.equal(logits(loaded), logits(model))
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+
+def test_bytes_do_not_depend_on_name_order_or_process(tmp_path):
+    model = CausalLM(CONFIG, seed=3)
+    first = save(tmp_path / "pretrain.pth", model).read_bytes()
+    backwards = dict(reversed(model.state_dict().items()))
+    save_model(tmp_path / "another_name.pth", backwards, model_meta("causal_lm", CONFIG, "abc"))
+    assert (tmp_path / "another_name.pth").read_bytes() == first
+    assert (tmp_path / "another_name.json").read_bytes() == (tmp_path / "pretrain.json").read_bytes()
+    code = (
+        "import sys; from pathlib import Path; from pipeline.checkpoint import *; from pipeline.model import *\n"
+        "source, target = map(Path, sys.argv[1:]); model = load_model(source)\n"
+        "save_model(target, model.state_dict(), model_meta('causal_lm', model.config, 'abc'))"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "5", "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-c", code, str(tmp_path / "pretrain.pth"), str(tmp_path / "sub" / "x.pth")]
+    subprocess.run(command, check=True, env=environment, cwd=tmp_path)
+    assert (tmp_path / "sub" / "x.pth").read_bytes() == first
+    save(tmp_path / "other.pth", CausalLM(CONFIG, seed=4))
+    assert (tmp_path / "other.pth").read_bytes() != first
+
+
+def test_the_file_is_fp32_flat_and_stores_the_tied_tensor_once(tmp_path):
+    model = CausalLM(replace(CONFIG, vocab_size=5000), seed=3)
+    path = save(tmp_path / "m.pth", model)
+    state = torch.load(path, weights_only=True)
+    assert type(state) is dict and list(state) == sorted(model.state_dict())
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+    assert state[EMBEDDING].data_ptr() == state[HEAD].data_ptr()
+    weights = sum(parameter.numel() for parameter in model.parameters()) * 4
+    assert weights < path.stat().st_size < weights + 20_000
+
+
+def test_halves_are_widened_and_views_do_not_drag_their_storage_along(tmp_path):
+    large = torch.randn(1000, 1000)
+    state = {"b": large[:2, :3], "a": large[0, :4].to(torch.bfloat16), "c": large[:3, :2].T}
+    save_model(tmp_path / "v.pth", state, {})
+    assert (tmp_path / "v.pth").stat().st_size < 5000
+    loaded = load_state(tmp_path / "v.pth")
+    assert torch.equal(loaded["b"], large[:2, :3]) and torch.equal(loaded["c"], large[:3, :2].T)
+    assert loaded["c"].is_contiguous()
+    assert loaded["a"].dtype == torch.float32 and torch.equal(loaded["a"], state["a"].float())
+
+
+def test_the_description_is_sorted_json(tmp_path):
+    save(tmp_path / "m.pth", CausalLM(CONFIG))
+    text = (tmp_path / "m.json").read_text(encoding="utf-8")
+    meta = json.loads(text)
+    assert text == json.dumps(meta, sort_keys=True, indent=2) + "\n"
+    assert meta == {"kind": "causal_lm", "tokenizer": "abc", "model": CONFIG.to_dict()}
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "m.pth"
+    path.write_bytes(b"old")
+
+    def broken(file):
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(path, broken)
+    assert path.read_bytes() == b"old" and [p.name for p in tmp_path.iterdir()] == ["m.pth"]
+
+
+def test_what_does_not_fit_is_named(tmp_path):
+    path = save(tmp_path / "m.pth", CausalLM(CONFIG))
+    state = load_state(path)
+    gone, wrong = "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.weight"
+    del state[gone]
+    state[wrong] = torch.zeros(3, 16)
+    state["extra.weight"] = torch.zeros(1)
+    save_model(path, state, model_meta("causal_lm", CONFIG, "abc"))
+    with pytest.raises(DataError) as error:
+        load_model(path)
+    message = one_line(error)
+    assert message.startswith(f"{path}: does not fit the model")
+    assert f"wrong shape: {wrong} (file [3, 16], model [16, 16])" in message
+    assert f"missing: {gone}" in message and "unexpected: extra.weight" in message
+
+
+def test_another_depth_is_refused(tmp_path):
+    path = tmp_path / "m.pth"
+    save_model(path, CausalLM(replace(CONFIG, num_hidden_layers=1)).state_dict(), model_meta("causal_lm", CONFIG, "abc"))
+    with pytest.raises(DataError, match="missing: model.layers.1.* and 8 more"):
+        load_model(path)
+
+
+def test_untied_weights_are_refused(tmp_path):
+    state = {name: tensor.clone() for name, tensor in CausalLM(CONFIG).state_dict().items()}
+    state[HEAD] += 1
+    save_model(tmp_path / "m.pth", state, model_meta("causal_lm", CONFIG, "abc"))
+    with pytest.raises(DataError, match="different, although the model ties them: .*embed_tokens.weight and lm_head.weight"):
+        load_model(tmp_path / "m.pth")
+
+
+def test_another_tokenizer_is_refused(tmp_path):
+    path = save(tmp_path / "m.pth", CausalLM(CONFIG), digest="0123456789abcdef")
+    with pytest.raises(DataError, match="trained with tokenizer 0123456789ab, but the tokenizer in use is fedcba987654"):
+        load_model(path, tokenizer_digest="fedcba9876543210")
+
+
+@pytest.mark.parametrize("damage", ["empty", "text", "half", "head", "pickle", "tensor", "nested", "absent", "folder"])
+def test_a_damaged_file_is_one_line(tmp_path, damage):
+    path = save(tmp_path / "m.pth", CausalLM(CONFIG))
+    content = path.read_bytes()
+    if damage in ("absent", "folder"):
+        path.unlink()
+    if damage == "folder":
+        path.mkdir()
+    replaced = {
+        "empty": b"",
+        "text": b"weights, honestly\n" * 20,
+        "half": content[: len(content) // 2],
+        "head": content[:30],
+        "pickle": b"cos\nsystem\n(S'true'\ntR.",
+    }
+    if damage in replaced:
+        path.write_bytes(replaced[damage])
+    if damage == "tensor":
+        torch.save(torch.zeros(2), path)
+    if damage == "nested":
+        torch.save({"model": {"a": torch.zeros(2)}, "step": 3}, path)
+    with pytest.raises(DataError) as error:
+        load_model(path)
+    assert one_line(error).startswith(f"{path}: ")
+
+
+def test_no_flipped_byte_changes_a_weight_silently(tmp_path):
+    path = save(tmp_path / "m.pth", CausalLM(CONFIG))
+    content, expected = path.read_bytes(), load_model(path).state_dict()
+    refused = 0
+    for place in range(7, len(content), len(content) // 80):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 0x10]) + content[place + 1 :])
+        try:
+            state = load_model(path).state_dict()
+        except DataError as error:
+            assert len(error.lines) == 1
+            refused += 1
+        else:
+            assert all(torch.equal(state[name], tensor) for name, tensor in expected.items()), place
+    assert refused > 20
+
+
+@pytest.mark.parametrize("damage", ["absent", "text", "list", "key", "value"])
+def test_a_damaged_description_is_one_line(tmp_path, damage):
+    path = save(tmp_path / "m.pth", CausalLM(CONFIG))
+    beside = tmp_path / "m.json"
+    meta = json.loads(beside.read_text(encoding="utf-8"))
+    if damage == "absent":
+        beside.unlink()
+    elif damage == "text":
+        beside.write_text("{", encoding="utf-8")
+    elif damage == "list":
+        beside.write_text("[]", encoding="utf-8")
+    elif damage == "key":
+        del meta["model"]["head_dim"]
+        beside.write_text(json.dumps(meta), encoding="utf-8")
+    else:
+        meta["model"]["num_key_value_heads"] = 3
+        beside.write_text(json.dumps(meta), encoding="utf-8")
+    with pytest.raises(DataError) as error:
+        load_model(path)
+    assert one_line(error).startswith(f"{beside}: ")
+
+
+def test_adapters_come_back_on_their_base(tmp_path):
+    base = save(tmp_path / "full_sft.pth", CausalLM(CONFIG, seed=1))
+    model = CausalLM(CONFIG, seed=1)
+    given = {"rank": 2, "alpha": 5.0, "targets": ["q_proj", "down_proj"]}
+    add_lora(model, **given, seed=0)
+    with torch.no_grad():
+        for tensor in lora_state_dict(model).values():
+            tensor.normal_(generator=torch.Generator().manual_seed(9))
+    save_model(tmp_path / "lora.pth", lora_state_dict(model), lora_meta(CONFIG, "abc", **given))
+    assert all(".lora." in name for name in load_state(tmp_path / "lora.pth"))
+    loaded = load_lora_model(base, tmp_path / "lora.pth", tokenizer_digest="abc")
+    assert torch.equal(logits(loaded), logits(model))
+    assert not torch.allclose(logits(loaded), logits(load_model(base)))
+    with pytest.raises(DataError, match="kind 'lora'; expected 'causal_lm'"):
+        load_model(tmp_path / "lora.pth")
+    save_model(tmp_path / "lora.pth", {}, lora_meta(CONFIG, "abc", **given))
+    with pytest.raises(DataError, match="lora.pth: the adapters do not fit the model"):
+        load_lora_model(base, tmp_path / "lora.pth")
+
+
+def test_a_reward_model_comes_back(tmp_path):
+    model = RewardModel.from_causal_lm(CausalLM(CONFIG, seed=1), seed=2).eval()
+    save_model(tmp_path / "reward.pth", model.state_dict(), model_meta("reward", CONFIG, "abc"))
+    loaded = load_reward_model(tmp_path / "reward.pth", tokenizer_digest="abc")
+    last = torch.tensor([7, 3])
+    with torch.no_grad():
+        assert torch.equal(loaded(IDS, last), model(IDS, last))
+
+
+@pytest.mark.parametrize("dropped", [None, EMBEDDING, HEAD])
+def test_foreign_half_precision_weights_load_with_or_without_the_tied_copy(tmp_path, dropped):
+    model = CausalLM(CONFIG, seed=1)
+    halves = {name: tensor.half() for name, tensor in model.state_dict().items() if name != dropped}
+    torch.save(halves, tmp_path / "foreign.pth")
+    loaded = load_foreign(tmp_path / "foreign.pth", CONFIG)
+    assert loaded.lm_head.weight.dtype == torch.float32
+    # Half precision keeps 11 bits; every weight is below 0.125.
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=5e-4, atol=1e-6)
+    assert torch.equal(loaded.lm_head.weight, halves[HEAD if dropped == EMBEDDING else EMBEDDING].float())
+
+
+def test_a_foreign_file_of_another_size_is_one_line(tmp_path):
+    torch.save(CausalLM(CONFIG).state_dict(), tmp_path / "foreign.pth")
+    with pytest.raises(DataError) as error:
+        load_foreign(tmp_path / "foreign.pth", replace(CONFIG, vocab_size=50))
+    message = one_line(error)
+    assert "model.embed_tokens.weight (file [37, 16], model [50, 16])" in message and "section `model` of params.yaml" in message

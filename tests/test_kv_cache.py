@@ -1,0 +1,192 @@
+"""Cached forwards equal uncached ones, for rows of different lengths, in any split, and after rows were moved."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pipeline.errors import ParamsError
+from pipeline.model import CausalLM, KVCache, ModelConfig
+from pipeline.params.schema import RopeScaling
+
+CLOSE = {"rtol": 0.0, "atol": 1e-5}
+CONFIG = ModelConfig(
+    vocab_size=53,
+    hidden_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=8,
+    intermediate_size=32,
+    max_position_embeddings=64,
+    rope_theta=10000.0,
+    rope_scaling=None,
+    rms_norm_eps=1e-6,
+    dropout=0.0,
+    use_moe=False,
+    num_experts=3,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    norm_topk_prob=False,
+    router_aux_loss_coef=0.01,
+)
+YARN = RopeScaling(factor=4.0, original_max_position_embeddings=16, beta_fast=2.0, beta_slow=1.0, attention_factor=1.2)
+CONFIGS = {
+    "dense": CONFIG,
+    "ungrouped": replace(CONFIG, num_key_value_heads=6),
+    "experts": replace(CONFIG, use_moe=True),
+    "yarn": replace(CONFIG, rope_scaling=YARN),
+}
+
+
+def make(config: ModelConfig) -> CausalLM:
+    model = CausalLM(config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.2 * noise if parameter.dim() == 1 else 0.25 * noise)
+    return model.eval()
+
+
+MODELS = {name: make(config) for name, config in CONFIGS.items()}
+
+
+def append(model: CausalLM, cache: KVCache, rows: list[list[int]]) -> list[Tensor]:
+    """One forward of ragged rows, padded on the right; hidden states of the real positions per row."""
+    length = max(len(row) for row in rows)
+    ids = torch.tensor([row + [0] * (length - len(row)) for row in rows])
+    hidden = model.hidden(ids, cache=cache)
+    cache.advance(torch.tensor([len(row) for row in rows]))
+    return [hidden[index, : len(row)] for index, row in enumerate(rows)]
+
+
+def whole(model: CausalLM, row: list[int]) -> Tensor:
+    return model.hidden(torch.tensor([row]))[0]
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_chunks_of_any_length_equal_one_uncached_forward(name, data):
+    model = MODELS[name]
+    batch = data.draw(st.integers(2, 4))
+    chunks = data.draw(st.lists(st.lists(st.integers(0, 6), min_size=batch, max_size=batch), min_size=1, max_size=5))
+    chunks = [chunk for chunk in chunks if any(chunk)] or [[1] * batch]
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    rows = [torch.randint(53, (sum(chunk[row] for chunk in chunks),), generator=generator).tolist() for row in range(batch)]
+    # No slack: padding behind the longest row has to go somewhere harmless.
+    cache = KVCache.allocate(model, batch, max(len(row) for row in rows))
+    got: list[list[Tensor]] = [[] for _ in rows]
+    with torch.inference_mode():
+        start = [0] * batch
+        for chunk in chunks:
+            pieces = append(model, cache, [row[s : s + n] for row, s, n in zip(rows, start, chunk, strict=True)])
+            start = [s + n for s, n in zip(start, chunk, strict=True)]
+            for row, piece in enumerate(pieces):
+                got[row].append(piece)
+        assert cache.lengths.tolist() == [len(row) for row in rows]
+        for row, pieces in zip(rows, got, strict=True):
+            if row:
+                torch.testing.assert_close(torch.cat(pieces), whole(model, row), **CLOSE)
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_ragged_prefill_then_decode(name):
+    model = MODELS[name]
+    prompts = [[5, 6, 7, 8, 9, 10, 11], [12, 13], [14, 15, 16, 17]]
+    cache = KVCache.allocate(model, 3, 12)
+    with torch.inference_mode():
+        append(model, cache, prompts)
+        for token in (20, 21, 22, 23, 24):
+            hidden = model.hidden(torch.full((3, 1), token), cache=cache)
+            cache.advance(1)
+            prompts = [[*row, token] for row in prompts]
+            for row, expected in enumerate(prompts):
+                torch.testing.assert_close(hidden[row, 0], whole(model, expected)[-1], **CLOSE)
+    assert cache.lengths.tolist() == [12, 7, 9] and cache.max_length == 12
+
+
+def test_selected_rows_go_on_from_where_they_were():
+    model = MODELS["dense"]
+    prompts = [[5, 6, 7, 8, 9], [12, 13], [14, 15, 16, 17]]
+    cache = KVCache.allocate(model, 3, 16)
+    order = [2, 0, 2, 1, 2]
+    with torch.inference_mode():
+        append(model, cache, prompts)
+        picked = cache.select(torch.tensor(order))
+        assert len(picked) == 5 and picked.lengths.tolist() == [4, 5, 4, 2, 4]
+        rows = [[*prompts[index], 30 + place, 40 + place] for place, index in enumerate(order)]
+        for piece, row in zip(append(model, picked, [row[-2:] for row in rows]), rows, strict=True):
+            torch.testing.assert_close(piece, whole(model, row)[-2:], **CLOSE)
+        # The source is untouched and its own rows go on, too.
+        for piece, row in zip(append(model, cache, [[50]] * 3), prompts, strict=True):
+            torch.testing.assert_close(piece[-1], whole(model, [*row, 50])[-1], **CLOSE)
+
+
+def test_dropping_the_longest_row_shrinks_what_is_attended_to():
+    model = MODELS["dense"]
+    cache = KVCache.allocate(model, 2, 16)
+    with torch.inference_mode():
+        append(model, cache, [[1] * 10, [5, 6]])
+        rest = cache.select(torch.tensor([1]))
+        assert rest.max_length == 2
+        (piece,) = append(model, rest, [[7]])
+        torch.testing.assert_close(piece[-1], whole(model, [5, 6, 7])[-1], **CLOSE)
+        assert len(rest.select(torch.tensor([], dtype=torch.int64))) == 0
+
+
+def test_what_was_not_advanced_is_forgotten():
+    model = MODELS["dense"]
+    cache = KVCache.allocate(model, 2, 16)
+    with torch.inference_mode():
+        append(model, cache, [[5, 6, 7], [8]])
+        model.hidden(torch.tensor([[9, 10, 11], [12, 13, 14]]), cache=cache)
+        cache.advance(torch.tensor([1, 0]))
+        first, second = append(model, cache, [[20], [21]])
+        torch.testing.assert_close(first[-1], whole(model, [5, 6, 7, 9, 20])[-1], **CLOSE)
+        torch.testing.assert_close(second[-1], whole(model, [8, 21])[-1], **CLOSE)
+
+
+def test_limits_are_named():
+    model = MODELS["dense"]
+    with pytest.raises(ParamsError, match="max_position_embeddings=64: must be >= 65"):
+        KVCache.allocate(model, 2, 65)
+    cache = KVCache.allocate(model, 2, 4)
+    with torch.inference_mode():
+        append(model, cache, [[1, 2, 3, 4], [5]])
+        model.hidden(torch.tensor([[6], [7]]), cache=cache)
+        with pytest.raises(ValueError, match="a row of 5 positions exceeds the capacity of 4"):
+            cache.advance(1)
+        cache.advance(torch.tensor([0, 1]))
+    assert cache.lengths.tolist() == [4, 2]
+
+
+def test_the_whole_window_can_be_used():
+    model = MODELS["dense"]
+    row = torch.randint(53, (64,), generator=torch.Generator().manual_seed(0)).tolist()
+    cache = KVCache.allocate(model, 2, 64)
+    with torch.inference_mode():
+        append(model, cache, [row[:60], row[:3]])
+        piece, other = append(model, cache, [row[60:], row[3:10]])
+        torch.testing.assert_close(piece, whole(model, row)[60:], **CLOSE)
+        torch.testing.assert_close(other, whole(model, row[:10])[3:], **CLOSE)
+
+
+def test_autocast_keeps_keys_and_values_in_half_precision():
+    model = MODELS["dense"]
+    ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        cache = KVCache.allocate(model, 2, 8)
+        model.hidden(ids[:, :3], cache=cache)
+        cache.advance(3)
+        hidden = model.hidden(ids[:, 3:], cache=cache)
+        keys, _ = cache.write(
+            0, torch.zeros(2, 1, 2, 8, dtype=torch.bfloat16), torch.zeros(2, 1, 2, 8, dtype=torch.bfloat16), cache.positions(1)
+        )
+    assert keys.dtype == torch.bfloat16 and hidden.dtype == torch.float32
+    with torch.inference_mode():
+        assert 0 < (hidden[:, 0] - model.hidden(ids)[:, 3]).abs().mean() < 0.1
