@@ -5,5 +5,5 @@ Every `[B, T]` tensor is aligned to `labels`; masks are bool and True means "in 
 masked position, NaN and infinity included, has no influence on values or gradients.
 
 A loss is a sum divided by a count for the whole optimizer step, so the losses of its micro-batches add up.
-Metrics are sums too; names ending in `_max` are maxima.
+Metrics are sums beside their `count`; `metrics.combine` gives the means over the whole step.
 """

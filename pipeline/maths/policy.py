@@ -4,8 +4,6 @@ Three policies: the current one (`logprobs`, with gradient), the one that sample
 (`ref_logprobs`). All three are logprobs of the same tempered distribution.
 """
 
-from collections import defaultdict
-from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -109,8 +107,7 @@ def policy_metrics(
 
     With r the log-ratio of the current policy to the one that sampled: `approx_kl` = r^2 / 2, `approx_kl_k1` = -r,
     `approx_kl_k3` = e^r - r - 1. Against the reference: `ref_kl` = k3 of ref - current, `ref_kl_k1` = current - ref.
-    `clip_frac` counts ratios outside `ratio_bounds`; `ratio_max` and `logprob_diff_max` are the largest ratio and the
-    largest |r|, not sums (0 when there is no token).
+    `clip_frac` counts ratios outside `ratio_bounds`; `ratio_max` is the largest ratio, not a sum (0 without tokens).
     """
     logprobs, old_logprobs, ref_logprobs = _masked(loss_mask, logprobs, old_logprobs, ref_logprobs)
     log_ratio = logprobs - old_logprobs
@@ -126,40 +123,8 @@ def policy_metrics(
         "ref_kl": k3(ref_logprobs - logprobs).sum(),
         "ref_kl_k1": (logprobs - ref_logprobs).sum(),
         "clip_frac": clipped.sum().float(),
-        "ratio_mean": torch.where(loss_mask, ratio, 0.0).sum(),
         "ratio_max": ratio_max,
-        "logprob_diff_max": log_ratio.abs().max() if loss_mask.numel() else ratio.new_zeros(()),
     }
-
-
-class PolicySums:
-    """Metrics of one optimizer step, added up over its micro-batches."""
-
-    def __init__(self) -> None:
-        self._sums: defaultdict[str, float] = defaultdict(float)
-        self._maxima: dict[str, float] = {}
-        self._loss = 0.0
-
-    def add(self, part: Mapping[str, Tensor], *, entropy: Tensor, loss_mask: Tensor, loss: float) -> None:
-        """Adds a micro-batch: its `policy_metrics`, entropies `[B, T]`, mask and share of the step's loss."""
-        self._loss += loss
-        self._sums["entropy"] += float(torch.where(loss_mask, entropy, 0.0).sum())
-        for name, value in part.items():
-            if name.endswith("_max"):
-                self._maxima[name] = max(float(value), self._maxima.get(name, 0.0))
-            else:
-                self._sums[name] += float(value)
-
-    @property
-    def logprob_diff_max(self) -> float:
-        """Largest |log-ratio| of the step; on the first update it measures how far rollout and training differ."""
-        return self._maxima.get("logprob_diff_max", 0.0)
-
-    def means(self) -> dict[str, float]:
-        """`policy/*` of the step: the loss, means over its tokens (0 when there is none) and `policy/ratio_max`."""
-        count = max(self._sums["count"], 1.0)
-        means = {f"policy/{name}": value / count for name, value in self._sums.items() if name != "count"}
-        return {"policy/loss": self._loss, **means, "policy/ratio_max": self._maxima.get("ratio_max", 0.0)}
 
 
 def _masked(loss_mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -55,13 +55,13 @@ def value_loss(
         num_tokens: tokens in the loss of the whole optimizer step.
 
     Returns:
-        Loss (0-d) and a sum over its tokens: `clip_frac`, values farther than `value_clip_eps` from the old ones.
+        Loss (0-d) and sums over `count` tokens: `clip_frac`, values farther than `value_clip_eps` from the old ones.
     """
     values, old_values, returns = (torch.where(loss_mask, tensor, 0.0) for tensor in (values, old_values, returns))
     clipped = old_values + (values - old_values).clamp(-value_clip_eps, value_clip_eps)
     loss = 0.5 * torch.maximum((values - returns).square(), (clipped - returns).square()).sum() / max(num_tokens, 1)
     outside = (values - old_values).detach().abs() > value_clip_eps
-    return loss, {"clip_frac": outside.sum().float()}
+    return loss, {"count": loss_mask.sum().float(), "clip_frac": outside.sum().float()}
 
 
 @torch.no_grad()
