@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 
 MAX_CHARS = 200
-MAX_DEPTH = 32
+MAX_DEPTH = 64
 MAX_ABS = 10**30  # of every intermediate value
 
 Number = int | float

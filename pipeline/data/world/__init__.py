@@ -16,7 +16,7 @@ from pipeline.errors import DataError
 
 __all__ = ["generate"]
 
-_MAX_TRIES_PER_ROW = 50  # on average, before a set counts as exhausted
+_MAX_TRIES_PER_ROW = 20  # on average, before a set counts as exhausted
 
 _ROWS: dict[str, Callable[[Random, str, Recipe], dict[str, Any]]] = {
     "pretrain": lambda random, language, recipe: {"text": document(random, language, recipe)},

@@ -80,7 +80,7 @@ def _questions(random: Random, language: str, recipe: Recipe, *, follow_ups: boo
 
 def _tool_chat(random: Random, language: str, recipe: Recipe) -> list[Message]:
     exchanges = [_requests(random, language, recipe)]
-    while len(exchanges) < COUNTS[draw(random, recipe.exchanges)]:
+    for _ in range(COUNTS[draw(random, recipe.exchanges)] - 1):
         # Later requests use the same tools: the long tool block is read once for several calls.
         tools = [asked.tool for asked in exchanges[0]]
         exchanges.append([request(random, language, random.choice(tools))])

@@ -50,7 +50,9 @@ def _copies(random: Random, language: str) -> str:
         recalled = random.sample(names, len(names))
         lines = [[f"{name}{verb}{told[name]}" for name in order] for order in (names, recalled)]
         return ", ".join(lines[0]) + ".\n" + ask + ", ".join(lines[1]) + "."
-    words = [random.choice(COLOURS[language]) + (" " if language == "en" else "的") + random.choice(OBJECTS[language]) for _ in names]
+    words = [
+        random.choice(COLOURS[language]) + (" " if language == "en" else "的") + random.choice(OBJECTS[language]) for _ in names
+    ]
     line = ", ".join(f"{name}: {word}" for name, word in zip(names, words, strict=True))
     return f"{line}.\n{line}."
 

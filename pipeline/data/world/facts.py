@@ -46,7 +46,7 @@ Sweden 瑞典|Stockholm 斯德哥尔摩|Swedish 瑞典语|Europe 欧洲|krona �
 Russia 俄罗斯|Moscow 莫斯科|Russian 俄语|Europe 欧洲|ruble 卢布
 Britain 英国|London 伦敦|English 英语|Europe 欧洲|pound 英镑
 Turkey 土耳其|Ankara 安卡拉|Turkish 土耳其语|Asia 亚洲|lira 里拉
-India 印度|Delhi 新德里|Hindi 印地语|Asia 亚洲|rupee 卢比
+Iran 伊朗|Tehran 德黑兰|Persian 波斯语|Asia 亚洲|rial 里亚尔
 Thailand 泰国|Bangkok 曼谷|Thai 泰语|Asia 亚洲|baht 泰铢
 Vietnam 越南|Hanoi 河内|Vietnamese 越南语|Asia 亚洲|dong 越南盾
 Korea 韩国|Seoul 首尔|Korean 韩语|Asia 亚洲|won 韩元
@@ -66,7 +66,7 @@ cow 牛|4 4|mammal 哺乳动物|grass 青草|moo 哞哞
 sheep 羊|4 4|mammal 哺乳动物|leaves 树叶|baa 咩咩
 horse 马|4 4|mammal 哺乳动物|hay 干草|neigh 咴咴
 rabbit 兔子|4 4|mammal 哺乳动物|carrots 胡萝卜|- -
-monkey 猴子|2 2|mammal 哺乳动物|bananas 香蕉|- -
+lion 狮子|4 4|mammal 哺乳动物|meat 肉|roar 吼吼
 panda 熊猫|4 4|mammal 哺乳动物|bamboo 竹子|- -
 duck 鸭子|2 2|bird 鸟类|worms 虫子|quack 嘎嘎
 hen 母鸡|2 2|bird 鸟类|corn 玉米|cluck 咯咯
@@ -179,10 +179,10 @@ _WORDING: dict[str, dict[str, Wording]] = {
         ),
         "zh": Wording(
             ("{s}有几条腿？", "{s}的腿有多少条？", "请数一数{s}的腿。"),
-            "{s}一共有{v}条腿。",
+            "{s}这种动物有{v}条腿。",
             ("{s}有{v}条腿。", "{s}的腿有{v}条。"),
             "{s}和{t}分别有几条腿？",
-            "{s}一共有{v}条腿，{t}一共有{w}条腿。",
+            "{s}这种动物有{v}条腿，{t}这种动物有{w}条腿。",
             "用户想知道{s}一共有多少条腿。",
         ),
     },
@@ -284,7 +284,10 @@ def _relations(table: str, kind: str, names: tuple[str, ...]) -> list[Relation]:
     relations = []
     for column, name in enumerate(names, start=1):
         known = [(row[0], row[column]) for row in rows if row[column][0] != "-"]
-        values = {"en": {subject[0]: value[0] for subject, value in known}, "zh": {subject[1]: value[1] for subject, value in known}}
+        values = {
+            "en": {subject[0]: value[0] for subject, value in known},
+            "zh": {subject[1]: value[1] for subject, value in known},
+        }
         relations.append(Relation(name, kind, values, _WORDING[name]))
     return relations
 

@@ -85,8 +85,8 @@ _STORIES = {
     "en": (
         ("{a} is in room {x} and {b} is in room {y}.", "Where is {a}?", "{a} is in room {x}.", "The story gives the room of {a}."),
         ("{a} is {x} years old and {b} is {y}.", "How old is {a}?", "{a} is {x} years old.", "The story gives the age of {a}."),
-        ("The code of {a} is {x}, the code of {b} is {y}.", "Which code has {a}?", "The code of {a} is {x}.", "The story gives the code of {a}."),
-        ("{a} has a {x} {o} and {b} has a {y} one.", "Which colour has the {o} of {a}?", "The {o} of {a} is {x}.", "The story gives the colour for {a}."),
+        ("The code of {a} is {x}, the code of {b} is {y}.", "What is the code of {a}?", "The code of {a} is {x}.", "The story gives the code of {a}."),
+        ("{a} has a {x} {o} and {b} has a {y} one.", "What colour is the {o} of {a}?", "The {o} of {a} is {x}.", "The story gives the colour for {a}."),
     ),
     "zh": (
         ("{a}在{x}号房间，{b}在{y}号房间。", "{a}在哪个房间？", "{a}在{x}号房间。", "故事里说了{a}在几号房间里。"),

@@ -18,7 +18,7 @@ SETS = ("pretrain", "full_sft", "lora", "dpo", "rlaif", "agent")
 class Recipe(BaseModel):
     """Every value of data/world.yaml. A `Mixture` gives each of its fixed choices a fraction; they sum to 1."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     seed: Annotated[int, Field(ge=0)]
     rows: dict[str, Positive]

@@ -42,20 +42,20 @@ _SAID: dict[str, dict[str, tuple[str, tuple[str, ...], str, str]]] = {
         "zh": ("查一下{q}的天气", ("{q}天气怎么样？", "{q}现在热不热？"), "{q}现在{r}", "我应该用工具查一下{q}的天气。"),
     },
     "get_current_time": {
-        "en": ("tell me the time in {q}", ("What time is it in {q}?", "Which time has {q} now?"), "it is {r} there", "I should look up the time in {q}."),
+        "en": ("tell me the time in {q}", ("What time is it in {q}?", "What is the time in {q} now?"), "it is {r} there", "I should look up the time in {q}."),
         "zh": ("告诉我{q}的时间", ("{q}现在几点？", "{q}是什么时间？"), "那里现在是{r}", "我应该用工具查一下{q}的时间。"),
     },
     "get_exchange_rate": {
-        "en": ("get the rate from {q}", ("What is the rate from {q}?", "How is the exchange from {q}?"), "the rate is {r}", "I should look up the rate from {q}."),
+        "en": ("get the rate from {q}", ("What is the rate from {q}?", "How do I exchange {q}?"), "the rate is {r}", "I should look up the rate from {q}."),
         "zh": ("查{q}的汇率", ("{q}的汇率是多少？", "{q}怎么兑换？"), "汇率是{r}", "我应该用工具查一下{q}的汇率。"),
     },
     "translate_text": {
         "en": ("translate {q}", ("How do I say {q}?", "I need a translation of {q}."), "the translation is {r}", "I should translate the text with a tool."),
-        "zh": ("翻译{q}", ("{q}怎么说？", "我想翻译{q}。"), "译文是{r}", "我应该用工具来翻译这段文本。"),
+        "zh": ("把{q}", ("{q}怎么说？", "我想把{q}。"), "译文是{r}", "我应该用工具来翻译这段文本。"),
     },
 }  # fmt: skip
 _POLITE = {"en": ("Please {}.", "Can you {}?", "I want you to {}."), "zh": ("请{}。", "帮我{}。", "麻烦你{}。")}
-_THEN = {"en": (" and ", " and then ", ". Also, "), "zh": ("，再", "，然后", "；另外")}
+_THEN = {"en": (" and ", " and then "), "zh": ("，再", "，然后")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +94,8 @@ def said_together(random: Random, requests: Sequence[Request]) -> str:
     if len(requests) == 1:
         return requests[0].text
     language = requests[0].language
-    then = random.choice(_THEN[language])
-    return random.choice(_POLITE[language][:1] if then[0] in ".；" else _POLITE[language]).format(
-        then.join(request.clause for request in requests)
-    )
+    clauses = random.choice(_THEN[language]).join(request.clause for request in requests)
+    return random.choice(_POLITE[language]).format(clauses)
 
 
 def replied_together(language: str, clauses: Sequence[str]) -> str:
@@ -147,7 +145,7 @@ def _translation(random: Random, language: str) -> tuple[dict[str, Any], str]:
     zh, en = random.choice(PHRASES)
     text, target = random.choice(((zh, "english"), (en, "chinese")))
     spoken = {"english": "英语", "chinese": "中文"}[target]
-    words = f"'{text}' in {target.capitalize()}" if language == "en" else f"“{text}”成{spoken}"
+    words = f"'{text}' in {target.capitalize()}" if language == "en" else f"“{text}”译成{spoken}"
     return {"text": text, "target_language": target}, words
 
 
