@@ -1,0 +1,226 @@
+"""What a stage script stands on: one process, one run folder, one record.
+
+with stage_run("grpo", params={"grpo": ...}, inputs=["checkpoints/full_sft.pth"], runtime=params.runtime) as run:
+    state = run.load()
+    ...
+    run.log(step, metrics)
+    run.checkpoint(step, make_state)
+    ...
+    run.finish(summary, plot_every=10)
+"""
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pipeline
+from pipeline.params.schema import Runtime
+from pipeline.supervise import Stopped, StopSignals, exit_on_error, explain, hold, now_s
+from pipeline.tracking.console import ProgressBar
+from pipeline.tracking.curves import write_curve, write_metrics
+from pipeline.tracking.description import run_name, run_tags
+from pipeline.tracking.recorder import JsonLines, Recorder
+from pipeline.tracking.run_folder import RunFolder, digest, digests, open_run_folder, read_json, run_key, write_json
+from pipeline.tracking.saves import discard, newest_save, read_save, write_save
+from pipeline.tracking.store import tracking_uri
+
+
+class StageRun:
+    """The record of one run. Every method is cheap; nothing here waits for a tracking server.
+
+    Attributes:
+        stage: the stage's name.
+        root: the repository root, where relative paths of the stage start.
+        folder: the run's scratch folder.
+        resumed_step: optimizer steps that the loaded save had done; 0 for a fresh run.
+    """
+
+    def __init__(self, stage: str, root: Path, folder: RunFolder, runtime: Runtime, stop: StopSignals) -> None:
+        self.stage = stage
+        self.root = root
+        self.folder = folder
+        self._runtime = runtime
+        self._stop = stop
+        save = newest_save(folder) or {"step": 0, "metrics_bytes": 0, "samples_bytes": 0}
+        self.resumed_step: int = save["step"]
+        self._has_save = "crc32" in save
+        self._recorder = Recorder(
+            JsonLines(folder.metrics, save["metrics_bytes"]), JsonLines(folder.samples, save["samples_bytes"])
+        )
+        self._saved_at = time.monotonic()
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the process was asked to stop. `checkpoint` looks at it; long phases may too."""
+        return self._stop.requested is not None
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Appends the metrics of an optimizer step; values that are not finite become null."""
+        self._recorder.log(step, metrics)
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Appends generated samples: one row of plain JSON values each."""
+        self._recorder.log_samples(step, rows)
+
+    def load(self) -> dict[str, Any] | None:
+        """The state of the newest intact save, or None for a fresh run. Records after that step are gone already."""
+        return read_save(self.folder, self.resumed_step) if self._has_save else None
+
+    def should_save(self) -> bool:
+        """Whether `runtime.save_every_s` seconds have passed since the last save (or the start)."""
+        return time.monotonic() - self._saved_at >= self._runtime.save_every_s
+
+    def save(self, step: int, state: Mapping[str, Any]) -> None:
+        """Writes a resumable state (tensors, plain values, containers) durably, with the records up to now."""
+        write_save(self.folder, step, state, self._recorder.sync(), self._runtime.keep_saves)
+        self._saved_at = time.monotonic()
+
+    def checkpoint(self, step: int, make_state: Callable[[], Mapping[str, Any]]) -> None:
+        """To be called after every optimizer step and its `log`: saves when it is time, and stops when asked to.
+
+        Raises:
+            Stopped: a signal asked for it; the state of `step` has been saved.
+        """
+        self._stop.deferred = True
+        if self._stop.requested is not None:
+            self.save(step, make_state())
+            raise Stopped(self._stop.requested, f" after step {step}, saved; the same command resumes")
+        if self.should_save():
+            self.save(step, make_state())
+
+    def progress(self, total: int) -> ProgressBar:
+        """A progress bar over `total` steps, as `runtime.progress` wants it."""
+        return ProgressBar(self.stage, total, mode=self._runtime.progress, done=self.resumed_step)
+
+    def finish(
+        self, summary: Mapping[str, float], *, plot_every: int | None = None, plot_keys: Sequence[str] | None = None
+    ) -> None:
+        """Writes `metrics/<stage>.json`, and with `plot_every` also `plots/<stage>.csv`."""
+        write_metrics(self.root / "metrics" / f"{self.stage}.json", summary)
+        if plot_every is not None:
+            write_curve(self.root / "plots" / f"{self.stage}.csv", self.folder.metrics, every=plot_every, keys=plot_keys)
+
+    def close(self) -> None:
+        """Makes the records durable."""
+        self._recorder.sync()
+        self._recorder.close()
+
+
+@contextmanager
+def stage_process(stage: str, *, root: Path | None = None, memory_hint: str = "use a smaller batch") -> Iterator[StopSignals]:
+    """Makes this process the only one that runs `stage`, stoppable and with readable errors; for stages without a run too.
+
+    Args:
+        stage: the stage's name, as DVC calls it (`data@pretrain`).
+        root: the repository; the current directory when left out.
+        memory_hint: what to lower when memory runs out.
+
+    Raises:
+        SystemExit: instead of every exception of the block; the codes are in `pipeline.supervise`.
+    """
+    lock = (root or Path.cwd()) / ".runs" / stage / "lock"
+    with exit_on_error(stage, memory_hint), StopSignals() as stop, hold(lock, wait=False):
+        yield stop
+
+
+@contextmanager
+def stage_run(
+    stage: str, *, params: Mapping[str, Any], inputs: Sequence[str | Path], runtime: Runtime, root: Path | None = None
+) -> Iterator[StageRun]:
+    """Opens the run of a stage: the newest unfinished one of the same recipe, or a new one.
+
+    The recipe is the stage's params, the digests of its inputs and `data/code/<stage>.json` where that exists. When the
+    block ends without an exception the run is finished, and the next one starts at step 0.
+
+    Args:
+        stage: name of the stage; one process at a time may run it.
+        params: plain values of the sections that dvc.yaml lists for the stage, by section.
+        inputs: files and folders that it reads, relative to `root`.
+        runtime: execution settings; no part of the recipe.
+        root: the repository; the current directory when left out.
+
+    Raises:
+        SystemExit: as in `stage_process`.
+    """
+    root = (root or Path.cwd()).resolve()
+    with stage_process(stage, root=root, memory_hint=_memory_hint(stage, params)) as stop, ExitStack() as stack:
+        known = digests(root, inputs)
+        code_file = root / "data" / "code" / f"{stage}.json"
+        key = run_key(stage, params, known, digest(code_file) if code_file.exists() else None)
+        folder = open_run_folder(root / ".runs", stage, key)
+        stack.enter_context(hold(folder.lock, wait=True))
+        folder.exit.unlink(missing_ok=True)
+        with _recorded_exit(folder, stop):
+            run = StageRun(stage, root, folder, runtime, stop)
+            stack.callback(run.close)
+            _describe(run, key, params, known)
+            if runtime.mlflow:
+                _start_feeder(run)
+            yield run
+        for step in folder.commits():
+            discard(folder, step)
+
+
+@contextmanager
+def _recorded_exit(folder: RunFolder, stop: StopSignals) -> Iterator[None]:
+    def record(code: int, reason: str) -> None:
+        write_json(folder.exit, {"code": code, "reason": reason, "time_s": now_s()})
+
+    stop.on_abort = record
+    try:
+        yield
+    except BaseException as error:  # recorded, and raised again
+        code, lines = explain(error)
+        record(code, lines[-1])
+        raise
+    stop.deferred = True
+    record(0, "finished")
+
+
+def _describe(run: StageRun, key: str, params: Mapping[str, Any], known: Mapping[str, str]) -> None:
+    before = read_json(run.folder.about)
+    uri = tracking_uri(run.root)
+    about = {
+        "stage": run.stage,
+        "name": run_name(run.stage, params),
+        "uid": before.get("uid") or uuid.uuid4().hex,
+        "attempt": before.get("attempt", 0) + 1,
+        "started_s": before.get("started_s") or now_s(),
+        "root": str(run.root),
+        "tracking_uri": uri,
+        "params": params,
+        "tags": run_tags(run.root, run.stage, key, known),
+    }
+    write_json(run.folder.about, about)
+    start = f"resumes at step {run.resumed_step}" if about["attempt"] > 1 else "new"
+    print(f"{run.stage}: run {run.folder.path.relative_to(run.root)} ({start}), tracking {uri}", file=sys.stderr, flush=True)
+
+
+def _start_feeder(run: StageRun) -> None:
+    """Starts the process that carries the records to MLflow, detached: it outlives the trainer and may fail alone."""
+    library = str(Path(pipeline.__file__).parents[1])
+    path = os.pathsep.join(filter(None, [library, os.environ.get("PYTHONPATH", "")]))
+    with run.folder.feeder_log.open("ab") as log:
+        subprocess.Popen(
+            [sys.executable, "-m", "pipeline.tracking.feeder", str(run.folder.path)],
+            cwd=run.root,
+            env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def _memory_hint(stage: str, params: Mapping[str, Any]) -> str:
+    own = params.get(stage, {})
+    for name in ("micro_batch_size", "batch_size"):
+        if name in own:
+            return f"lower {stage}.{name} (now {own[name]}) in params.yaml"
+    return "use a smaller model or batch"

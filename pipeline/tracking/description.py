@@ -1,0 +1,59 @@
+"""How a run is called and tagged: its name, params, git state, input digests and library versions."""
+
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+LIBRARIES = ("torch", "transformers", "tokenizers")
+# Stages rewrite these tracked files themselves; they say nothing about the code that runs.
+_WRITTEN_BY_STAGES = (":!dvc.lock", ":!metrics", ":!plots")
+
+
+def run_name(stage: str, params: Mapping[str, Any]) -> str:
+    """A short name to tell runs apart, such as `grpo · cispo lr 1e-4 · s42`."""
+    own = params.get(stage)
+    own = own if isinstance(own, Mapping) else {}
+    settings = [str(own["loss"])] if "loss" in own else []
+    settings += [f"lr {_scientific(own['lr'])}"] if "lr" in own else []
+    seed = [f"s{own['seed']}"] if "seed" in own else []
+    return " · ".join([stage, *([" ".join(settings)] if settings else []), *seed])
+
+
+def _scientific(value: float) -> str:
+    mantissa, exponent = f"{value:e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def run_tags(root: Path, stage: str, key: str, digests: Mapping[str, str]) -> dict[str, str]:
+    """Tags that join a run with git, DVC and the libraries. A dirty tree is one with edited tracked files."""
+    tags = {"dvc.stage": os.environ.get("DVC_STAGE", stage), "run.key": key, "version.python": platform.python_version()}
+    tags |= {f"version.{name}": version(name) for name in LIBRARIES}
+    tags |= {f"dvc.{path}": value for path, value in digests.items()}
+    commit = _git(root, "rev-parse", "HEAD")
+    if commit is not None:
+        changes = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", *_WRITTEN_BY_STAGES)
+        tags |= {"git.commit": commit, "git.dirty": str(bool(changes)).lower()}
+    return tags
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        result = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip()
+
+
+def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """`{"grpo.lr": "0.0001"}` from nested params, as MLflow wants them."""
+    flat: dict[str, str] = {}
+    for name, value in params.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = str(value)
+    return flat

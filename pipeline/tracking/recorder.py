@@ -1,0 +1,77 @@
+"""Append-only JSON lines: what a stage measured and generated."""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.supervise import now_s
+
+
+class JsonLines:
+    """A strict JSON-lines file that is appended to, and cut back to a known size when a run resumes.
+
+    Args:
+        path: the file; made when absent.
+        size: bytes to keep of what is there.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._file = path.open("ab", buffering=0)
+        self._file.truncate(size)
+
+    def append(self, values: Sequence[Mapping[str, Any]]) -> None:
+        """Writes one line per value with one system call; infinities and NaN become null."""
+        lines = (json.dumps(_strict(value), ensure_ascii=False, allow_nan=False) + "\n" for value in values)
+        # A lone surrogate in generated text becomes its JSON escape.
+        self._write("".join(lines).encode("utf-8", errors="backslashreplace"))
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[self._file.write(view) :]
+
+    def sync(self) -> int:
+        """Makes all lines durable; the file's size in bytes."""
+        os.fsync(self._file.fileno())
+        return self._file.seek(0, os.SEEK_END)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(item) for item in value]
+    return value
+
+
+class Recorder:
+    """`metrics.jsonl` and `samples.jsonl` of one run."""
+
+    def __init__(self, metrics: JsonLines, samples: JsonLines) -> None:
+        self._metrics = metrics
+        self._samples = samples
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Appends `{step, time_s, metrics}`; time_s is Unix time. Values that are not finite are written as null."""
+        values = {key: float(value) for key, value in metrics.items()}
+        self._metrics.append([{"step": step, "time_s": now_s(), "metrics": values}])
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Appends one line per row (plain JSON values), with the step in front."""
+        self._samples.append([{"step": step, **row} for row in rows])
+
+    def sync(self) -> dict[str, int]:
+        """Makes everything logged so far durable; the sizes of both files in bytes."""
+        return {"metrics_bytes": self._metrics.sync(), "samples_bytes": self._samples.sync()}
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._samples.close()

@@ -1,0 +1,146 @@
+"""The scratch folder of one run, `.runs/<stage>/<key>/<n>/`, and the key that decides which run may resume from it.
+
+Processes talk through these files alone:
+
+| file | written by | holds |
+| --- | --- | --- |
+| run.json | trainer, at each start | who this run is: name, params, tags, attempt |
+| metrics.jsonl, samples.jsonl | trainer, appended | the truth about what happened |
+| state-STEP.pt, state-STEP.json | trainer, at each save | resumable state; its digest and the sizes of the two files above |
+| exit.json | trainer, at its end | exit code, reason, time; absent while it runs and after SIGKILL |
+| lock | trainer | held while it lives |
+| feeder.json, feeder.lock, feeder.log | feeder | what MLflow has received |
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import DataError
+
+_STATE = re.compile(r"state-(\d{8})\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths of one run's files."""
+
+    path: Path
+
+    @property
+    def about(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples.jsonl"
+
+    @property
+    def exit(self) -> Path:
+        return self.path / "exit.json"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "lock"
+
+    @property
+    def feeder_lock(self) -> Path:
+        return self.path / "feeder.lock"
+
+    @property
+    def feeder_log(self) -> Path:
+        return self.path / "feeder.log"
+
+    @property
+    def cursor(self) -> Path:
+        return self.path / "feeder.json"
+
+    def state(self, step: int) -> Path:
+        return self.path / f"state-{step:08d}.pt"
+
+    def commit(self, step: int) -> Path:
+        return self.path / f"state-{step:08d}.json"
+
+    def commits(self) -> list[int]:
+        """Steps of the saves, newest first."""
+        found = (_STATE.fullmatch(path.name) for path in self.path.iterdir())
+        return sorted((int(match[1]) for match in found if match), reverse=True)
+
+
+def open_run_folder(runs: Path, stage: str, key: str) -> RunFolder:
+    """The newest unfinished folder of this recipe, or a new one. A finished run is closed: the next starts at step 0."""
+    recipe = runs / stage / key
+    recipe.mkdir(parents=True, exist_ok=True)
+    newest = max((int(path.name) for path in recipe.iterdir() if path.name.isdigit()), default=0)
+    if newest:
+        folder = RunFolder(recipe / str(newest))
+        if read_json(folder.exit).get("code") != 0:
+            return folder
+    folder = RunFolder(recipe / str(newest + 1))
+    folder.path.mkdir()
+    return folder
+
+
+def run_key(stage: str, params: Mapping[str, Any], digests: Mapping[str, str], code: str | None) -> str:
+    """16 hex digits that identify a recipe: stage, params, input digests, code. Nothing of the machine or of `runtime`."""
+    recipe = {"stage": stage, "params": params, "inputs": digests, "code": code}
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True, allow_nan=False).encode()).hexdigest()[:16]
+
+
+def digest(path: Path) -> str:
+    """The digest that DVC writes to dvc.lock: md5 of a file, or of a folder's sorted list of (md5, relative path).
+
+    Raises:
+        DataError: the path does not exist.
+    """
+    if path.is_dir():
+        files = sorted((file.relative_to(path).as_posix(), file) for file in path.rglob("*") if file.is_file())
+        listing = json.dumps([{"md5": digest(file), "relpath": name} for name, file in files])
+        return hashlib.md5(listing.encode(), usedforsecurity=False).hexdigest() + ".dir"
+    if not path.is_file():
+        raise DataError(f"{path}: does not exist, but this stage reads it; `dvc repro` makes what it needs")
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+
+
+def digests(root: Path, inputs: Sequence[str | Path]) -> dict[str, str]:
+    """`{path as given: digest}` of every input, relative to `root`."""
+    return {Path(path).as_posix(): digest(root / path) for path in inputs}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file's JSON object, or an empty one when there is no file."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return {}
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Replaces the file atomically; a reader sees the old content or the new, also after a power cut."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(value, file, ensure_ascii=False, allow_nan=False, indent=1)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    replace(temporary, path)
+
+
+def replace(temporary: Path, path: Path) -> None:
+    """Renames over `path` and makes the rename itself durable."""
+    temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

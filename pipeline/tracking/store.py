@@ -1,0 +1,50 @@
+"""Where MLflow keeps runs, and its one-time creation. Imports MLflow only inside the functions that talk to it."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.supervise import hold
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+EXPERIMENT = "minimind"
+
+
+def tracking_uri(root: Path) -> str:
+    """`MLFLOW_TRACKING_URI`, or else the SQLite file in the repository root, as an absolute path."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{root.resolve() / 'mlflow.db'}"
+
+
+def is_server(uri: str) -> bool:
+    """Whether a server, not this process, owns the store and its artifacts."""
+    return not uri.startswith(("sqlite:", "file:", "/", "."))
+
+
+def artifact_root(root: Path) -> str:
+    """URI of the folder for artifacts beside a local store."""
+    return (root.resolve() / "mlartifacts").as_uri()
+
+
+def open_store(uri: str, root: Path) -> tuple["MlflowClient", str]:
+    """A client and the id of the experiment `minimind`; makes both store and experiment when they are new.
+
+    A local store is opened under a lock: processes that create a SQLite store at once crash each other.
+
+    Raises:
+        MlflowException: the store cannot be reached, or another process made the experiment on a server just now.
+    """
+    if is_server(uri):
+        return _open(uri, None)
+    with hold(root / ".mlflow.lock", wait=True):
+        return _open(uri, artifact_root(root))
+
+
+def _open(uri: str, artifacts: str | None) -> tuple["MlflowClient", str]:
+    import mlflow
+
+    mlflow.set_tracking_uri(uri)  # artifact stores of servers read it from here
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name(EXPERIMENT)
+    return client, experiment.experiment_id if experiment else client.create_experiment(EXPERIMENT, artifact_location=artifacts)
