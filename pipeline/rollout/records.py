@@ -1,0 +1,163 @@
+"""What a rollout leaves behind: the ids that were sampled, what the policy thought of them, and why it ended.
+
+Dimensions: N rows, L ids of one row, B sequences, T positions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from pipeline.text.turns import ParsedTurn
+from pipeline.tools.registry import ToolResult
+
+IGNORED_LABEL = -100
+
+
+class StopReason(StrEnum):
+    """Why a completion or a trajectory ended; only `EOS` is an end that the policy chose."""
+
+    EOS = "eos"
+    """It sampled the end of turn and asked for no tool."""
+    LENGTH = "length"
+    """A turn was cut: by `max_new_tokens`, or by what `max_total_len` left of it."""
+    MAX_TURNS = "max_turns"
+    """The last allowed turn still called a tool."""
+    CONTEXT = "context"
+    """The tool results would not have fitted into `max_total_len`, so the turn after them was never sampled."""
+
+
+@dataclass(slots=True)
+class Completion:
+    """One sampled turn.
+
+    Attributes:
+        ids: L sampled ids; a sampled `<|im_end|>` is the last of them.
+        logprobs: L natural logarithms of the probability each id was drawn with (temperature applied).
+        stop: `EOS` or `LENGTH`.
+    """
+
+    ids: list[int]
+    logprobs: list[float]
+    stop: StopReason
+
+
+class RolloutEngine(Protocol):
+    """Samples completions; what trains, evaluates or chats needs no more of it than this."""
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        keys: Sequence[int],
+        max_new_tokens: int | Sequence[int],
+        temperature: float,
+        greedy: bool = False,
+    ) -> list[Completion]:
+        """One completion per prompt, in the order of the prompts.
+
+        Args:
+            prompts: N contexts, each at least one id long. Equal ones (a group's) share their prefill.
+            keys: N random streams; a completion depends on its prompt, its key and the weights, not on its neighbours.
+            max_new_tokens: The most ids to sample, at least 1: for all rows, or one number per row.
+            temperature: Divides the logits, > 0. The distribution is not truncated otherwise, and no id is ruled out.
+            greedy: Take the most probable id instead of drawing one.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class Turn:
+    """One assistant turn: its text without `<|im_end|>`, and what the text says."""
+
+    text: str
+    parsed: ParsedTurn
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """A prompt and everything that followed it, as ids that were really sampled from and are trained on.
+
+    A two-turn example, one column per id (`c` a tool call, `E` `<|im_end|>`, `r` what the tools and the template add, `a` the
+    answer)::
+
+        prompt_ids  p p p
+        ids               c c E r r r r a a E
+        sampled           1 1 1 0 0 0 0 1 1 1
+        logprobs          x x x 0 0 0 0 x x x
+
+    Attributes:
+        prompt_ids: The first context, generation prompt included.
+        ids: L ids after it. Each turn was sampled from `prompt_ids` and all `ids` before it; nothing is ever re-encoded.
+        sampled: L flags, True = the policy wrote it.
+        logprobs: L logprobs of the sampling distribution, 0.0 where not sampled.
+        turns: The assistant turns in order; none only where the prompt left no room for one.
+        tool_results: What the policy read after its turns but the last: `tool_results[i]` answers every call of `turns[i]`,
+            well-formed ones first and in order, then one error per malformed one.
+        stop: Why it ended.
+        open_thinking: Whether each generation prompt ended with `<think>`.
+    """
+
+    prompt_ids: list[int]
+    ids: list[int]
+    sampled: list[bool]
+    logprobs: list[float]
+    turns: list[Turn]
+    tool_results: list[list[ToolResult]] = field(default_factory=list)
+    stop: StopReason = StopReason.EOS
+    open_thinking: bool = False
+
+    @classmethod
+    def from_completion(cls, prompt_ids: Sequence[int], completion: Completion, turn: Turn, *, open_thinking: bool) -> Self:
+        """The one-turn trajectory that a completion is; whether its text calls tools does not matter."""
+        return cls(
+            prompt_ids=list(prompt_ids),
+            ids=list(completion.ids),
+            sampled=[True] * len(completion.ids),
+            logprobs=list(completion.logprobs),
+            turns=[turn],
+            stop=completion.stop,
+            open_thinking=open_thinking,
+        )
+
+    @property
+    def num_sampled(self) -> int:
+        """How many ids the policy wrote."""
+        return sum(self.sampled)
+
+    @property
+    def final_answer(self) -> str:
+        """The last turn's text after its thinking; empty unless the trajectory ended by itself, for a cut answer is none."""
+        return self.turns[-1].parsed.answer if self.stop is StopReason.EOS else ""
+
+
+def pad_trajectories(trajectories: Sequence[Trajectory], pad_id: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Training tensors of trajectories, tokens shifted once, rows right-padded to the longest.
+
+    Args:
+        trajectories: B trajectories.
+        pad_id: Fills `input_ids` behind a row's end.
+
+    Returns:
+        input_ids: [B, T] int64, every id of a row but its last.
+        labels: [B, T] int64, the id that follows; -100 where the policy did not sample it.
+        old_logprobs: [B, T] float32, of the sampling distribution; 0 where not sampled.
+        loss_mask: [B, T] bool, True = the policy sampled the label.
+    """
+    rows = [trajectory.prompt_ids + trajectory.ids for trajectory in trajectories]
+    width = max((len(row) for row in rows), default=1) - 1
+    input_ids = torch.full((len(rows), width), pad_id, dtype=torch.int64)
+    labels = torch.full((len(rows), width), IGNORED_LABEL, dtype=torch.int64)
+    old_logprobs = torch.zeros(len(rows), width)
+    loss_mask = torch.zeros(len(rows), width, dtype=torch.bool)
+    for index, (row, trajectory) in enumerate(zip(rows, trajectories, strict=True)):
+        start, stop = len(trajectory.prompt_ids) - 1, len(row) - 1
+        sampled = torch.tensor(trajectory.sampled, dtype=torch.bool)
+        input_ids[index, :stop] = torch.tensor(row[:-1])
+        labels[index, start:stop] = torch.where(sampled, torch.tensor(trajectory.ids), IGNORED_LABEL)
+        old_logprobs[index, start:stop] = torch.where(sampled, torch.tensor(trajectory.logprobs), 0.0)
+        loss_mask[index, start:stop] = sampled
+    return input_ids, labels, old_logprobs, loss_mask

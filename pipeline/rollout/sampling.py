@@ -1,0 +1,52 @@
+"""Drawing ids from logits, with random numbers that are a function of (key, position) alone.
+
+Dimensions: N rows, V vocabulary.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_KEY_BITS = 64
+
+
+def fold_key(key: int, index: int) -> int:
+    """A 64-bit key that is a fixed function of a key and an index: one stream for each turn of a trajectory."""
+    return int.from_bytes(hashlib.blake2b(f"{key}/{index}".encode(), digest_size=_KEY_BITS // 8).digest(), "big")
+
+
+def uniforms(keys: Sequence[int], num_positions: int) -> Tensor:
+    """Numbers in [0, 1), float64, [N, num_positions]; entry (row, position) depends on keys[row] and position alone.
+
+    The streams are counter-based (Philox, Salmon et al., SC 2011), so equal keys give equal rows and a longer row begins with
+    the shorter one.
+    """
+    streams = (np.random.Generator(np.random.Philox(key=key % 2**_KEY_BITS)) for key in keys)
+    return torch.from_numpy(np.stack([stream.random(num_positions) for stream in streams]))
+
+
+def draw(logits: Tensor, temperature: float, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
+    """One id per row and its logprob, under softmax(logits / temperature) in fp32.
+
+    Args:
+        logits: [N, V] of any floating type.
+        temperature: > 0.
+        uniform: [N] float64 in [0, 1): the id is the first whose cumulative probability exceeds it (inverse transform
+            sampling). None takes the most probable id.
+
+    Returns:
+        ids: [N] int64.
+        logprobs: [N] float32.
+    """
+    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
+    if uniform is None:
+        ids = logprobs.argmax(dim=-1)
+    else:
+        # fp64, because fp32 sums lose the tail: near 1 they cannot hold a probability below 6e-8
+        cumulative = logprobs.double().exp().cumsum(dim=-1)
+        target = uniform[:, None] * cumulative[:, -1:]  # the sum is 1 up to rounding; never beyond the last id this way
+        ids = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+    return ids, logprobs.gather(-1, ids[:, None])[:, 0]

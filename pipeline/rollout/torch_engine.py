@@ -1,0 +1,170 @@
+"""Sampling from a `CausalLM` in this process: shared prefill, one KV cache for the batch, finished rows leave it.
+
+Dimensions: N rows of a batch, T positions, V vocabulary.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipeline.model.kv_cache import KVCache
+from pipeline.model.transformer import CausalLM
+from pipeline.rollout.records import Completion, StopReason
+from pipeline.rollout.sampling import draw, uniforms
+
+PREFILL_TOKENS = 16384
+"""Padded prompt positions of one forward; bounds the activations of a prefill."""
+COMPACT_FRAC = 0.25
+"""Share of finished rows at which the batch is rebuilt without them: copying the cache costs one or two decode steps."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """A row that is being generated; `limit` is the most ids it may get."""
+
+    prompt: tuple[int, ...]
+    key: int
+    limit: int
+    completion: Completion
+    finished: bool = False
+
+    def append(self, token: int, logprob: float, *, is_stop: bool) -> None:
+        self.completion.ids.append(token)
+        self.completion.logprobs.append(logprob)
+        if is_stop:
+            self.completion.stop = StopReason.EOS
+        self.finished = is_stop or len(self.completion.ids) == self.limit
+
+
+class TorchRolloutEngine:
+    """A `RolloutEngine` over a model that others may train meanwhile: every call samples from its present weights.
+
+    Rows of equal prompt are prefilled once. Logits are computed at last positions only, and logprobs are recorded from the
+    logits that were sampled from. An id's random number depends on its row's key and position, so a row's text does not depend
+    on its neighbours, up to near-ties of floating point.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        *,
+        stop_ids: Iterable[int],
+        pad_id: int,
+        max_rows: int,
+        autocast_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Keeps the model, copies nothing.
+
+        Args:
+            model: Run in evaluation mode and without gradients; its mode is restored after each call.
+            stop_ids: Ids that end a completion; the one sampled is its last id.
+            pad_id: Fills prompts to equal length. It can be sampled like any other id.
+            max_rows: Most rows decoded together, >= 1; more are generated in turns.
+            autocast_dtype: Mixed precision of the forward passes; None for the weights' own.
+        """
+        if max_rows < 1:
+            raise ValueError(f"max_rows={max_rows}: must be >= 1")
+        self._model = model
+        self._stop_ids = frozenset(stop_ids)
+        self._pad_id = pad_id
+        self._max_rows = max_rows
+        self._autocast_dtype = autocast_dtype
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        keys: Sequence[int],
+        max_new_tokens: int | Sequence[int],
+        temperature: float,
+        greedy: bool = False,
+    ) -> list[Completion]:
+        """See `RolloutEngine.generate`.
+
+        Raises:
+            ValueError: An empty prompt, a limit below 1, a temperature that is not positive, or counts that differ.
+            ParamsError: A prompt and its new tokens exceed the model's window.
+        """
+        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        if not len(prompts) == len(keys) == len(limits):
+            raise ValueError(f"{len(prompts)} prompts, {len(keys)} keys, {len(limits)} limits: must be equally many")
+        if temperature <= 0 or min(limits, default=1) < 1 or not all(len(prompt) for prompt in prompts):
+            raise ValueError("generate: temperature must be > 0, max_new_tokens >= 1, and no prompt empty")
+        rows = [
+            _Row(tuple(prompt), key, limit, Completion([], [], StopReason.LENGTH))
+            for prompt, key, limit in zip(prompts, keys, limits, strict=True)
+        ]
+        # neighbours of equal length waste no padding, and equal prompts lie side by side
+        ordered = sorted(rows, key=lambda row: (len(row.prompt), row.prompt))
+        with self._inference():
+            for start in range(0, len(ordered), self._max_rows):
+                self._decode(ordered[start : start + self._max_rows], temperature, greedy)
+        return [row.completion for row in rows]
+
+    @contextlib.contextmanager
+    def _inference(self) -> Iterator[None]:
+        """Evaluation mode (no dropout: the sampling distribution is the one that is scored), no gradients, autocast."""
+        device, dtype, was_training = self._device, self._autocast_dtype, self._model.training
+        self._model.eval()
+        try:
+            with torch.inference_mode(), torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+                yield
+        finally:
+            self._model.train(was_training)
+
+    @property
+    def _device(self) -> torch.device:
+        return self._model.lm_head.weight.device
+
+    def _decode(self, rows: list[_Row], temperature: float, greedy: bool) -> None:
+        """Fills the completions of at most `max_rows` rows, ordered so that equal prompts are neighbours."""
+        cache, logits = self._prefill(rows)
+        stream = None if greedy else uniforms([row.key for row in rows], max(row.limit for row in rows)).to(self._device)
+        for position in itertools.count():
+            ids, logprobs = draw(logits, temperature, None if stream is None else stream[:, position])
+            for row, token, logprob in zip(rows, ids.tolist(), logprobs.tolist(), strict=True):
+                if not row.finished:
+                    row.append(token, logprob, is_stop=token in self._stop_ids)
+            going = [index for index, row in enumerate(rows) if not row.finished]
+            if not going:
+                return
+            if len(rows) - len(going) >= COMPACT_FRAC * len(rows):
+                kept = torch.tensor(going, device=self._device)
+                rows, cache, ids = [rows[index] for index in going], cache.select(kept), ids[kept]
+                stream = None if stream is None else stream[kept]
+            hidden = self._model.hidden(ids[:, None], cache=cache)
+            # a finished row stands still, so that it never outgrows the cache
+            cache.advance(torch.tensor([not row.finished for row in rows], device=self._device))
+            logits = self._model.head(hidden[:, -1])
+
+    def _prefill(self, rows: list[_Row]) -> tuple[KVCache, Tensor]:
+        """A cache of every row's prompt, and the logits [N, V] after it; each distinct prompt is computed once."""
+        capacity = max(len(row.prompt) + row.limit for row in rows)
+        prompts = [prompt for prompt, _ in itertools.groupby(row.prompt for row in rows)]
+        caches, logits = [], []
+        for part in _micro_batches(prompts):
+            lengths = torch.tensor([len(prompt) for prompt in part], device=self._device)
+            padded = [[*prompt, *[self._pad_id] * (len(part[-1]) - len(prompt))] for prompt in part]
+            cache = KVCache.allocate(self._model, len(part), capacity)
+            hidden = self._model.hidden(torch.tensor(padded, device=self._device), cache=cache)
+            cache.advance(lengths)
+            caches.append(cache)
+            logits.append(self._model.head(hidden[torch.arange(len(part), device=self._device), lengths - 1]))
+        copies = [len(list(group)) for _, group in itertools.groupby(row.prompt for row in rows)]
+        source = torch.arange(len(prompts)).repeat_interleave(torch.tensor(copies)).to(self._device)
+        return KVCache.concat(caches).select(source), torch.cat(logits)[source]
+
+
+def _micro_batches(prompts: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+    """Neighbouring prompts, sorted by length, of at most PREFILL_TOKENS padded positions together (or one longer prompt)."""
+    part: list[tuple[int, ...]] = []
+    for prompt in prompts:
+        if part and (len(part) + 1) * len(prompt) > PREFILL_TOKENS:
+            yield part
+            part = []
+        part.append(prompt)
+    yield part

@@ -1,0 +1,311 @@
+"""Sampling: exact logprobs, the right distribution, and text that does not depend on a row's neighbours."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.model import CausalLM, ModelConfig
+from pipeline.rollout import torch_engine
+from pipeline.rollout.records import Completion, StopReason, Trajectory, Turn, pad_trajectories
+from pipeline.rollout.sampling import draw, fold_key, uniforms
+from pipeline.rollout.torch_engine import TorchRolloutEngine
+from pipeline.text.turns import parse_turn
+
+STOPS, PAD = (2, 9, 17, 22), 0
+PROMPTS = [[5, 6, 7], [1], [5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 11, 12, 13, 14], [3, 3], [5, 6, 7], [4, 30, 21, 7, 7]]
+KEYS = [11, 12, 13, 14, 15, 16, 2**70 + 5]
+
+
+def make_model(**changes: Any) -> CausalLM:
+    shape = {
+        "vocab_size": 32,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 48,
+        "max_position_embeddings": 64,
+        "rope_theta": 1e4,
+        "rope_scaling": None,
+        "rms_norm_eps": 1e-6,
+        "dropout": 0.0,
+        "use_moe": False,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": False,
+        "router_aux_loss_coef": 5e-4,
+    }
+    model = CausalLM(ModelConfig(**(shape | changes)), seed=1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:  # distributions far from uniform that depend on the whole context
+                parameter *= 10.0
+        # signs that keep a tied head from repeating the last id for ever
+        model.model.norm.weight.copy_(torch.randn(model.config.hidden_size, generator=torch.Generator().manual_seed(2)))
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def model() -> CausalLM:
+    return make_model()
+
+
+def make_engine(model: CausalLM, max_rows: int = 64, **changes: Any) -> TorchRolloutEngine:
+    return TorchRolloutEngine(model, **({"stop_ids": STOPS, "pad_id": PAD, "max_rows": max_rows} | changes))
+
+
+def sample(
+    engine: TorchRolloutEngine,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    keys: Sequence[int] = KEYS,
+    max_new_tokens: int | Sequence[int] = 15,
+    temperature: float = 0.7,
+    greedy: bool = False,
+) -> list[Completion]:
+    return engine.generate(prompts, keys=keys, max_new_tokens=max_new_tokens, temperature=temperature, greedy=greedy)
+
+
+@torch.no_grad()
+def full_logprobs(model: CausalLM, prompt: Sequence[int], ids: Sequence[int], temperature: float) -> Tensor:
+    """Logprobs [L, V] before each of `ids`, by one forward without cache, in fp64 from the logits on."""
+    logits = model(torch.tensor([[*prompt, *ids]]))[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits.double() / temperature, dim=-1)
+
+
+def assert_same(left: Sequence[Completion], right: Sequence[Completion]) -> None:
+    for a, b in zip(left, right, strict=True):
+        assert a.ids == b.ids and a.stop == b.stop
+        torch.testing.assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("use_moe", [False, True])
+@pytest.mark.parametrize("greedy", [False, True])
+def test_logprobs_are_those_of_a_full_forward_at_the_sampling_temperature(use_moe: bool, greedy: bool) -> None:
+    model = make_model(use_moe=use_moe)
+    completions = sample(make_engine(model), max_new_tokens=list(range(15, 8, -1)), greedy=greedy)
+    assert len({len(completion.ids) for completion in completions}) > 2  # ragged
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        expected = full_logprobs(model, prompt, completion.ids, 0.7).gather(1, torch.tensor(completion.ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, atol=1e-5, rtol=0)
+
+
+def test_greedy_ids_are_those_of_a_loop_without_cache(model: CausalLM) -> None:
+    for prompt, completion in zip(PROMPTS, sample(make_engine(model), greedy=True), strict=True):
+        context = list(prompt)
+        while len(context) < len(prompt) + 15 and not (len(context) > len(prompt) and context[-1] in STOPS):
+            with torch.no_grad():
+                context.append(int(model(torch.tensor([context]))[0, -1].argmax()))
+        assert completion.ids == context[len(prompt) :]
+
+
+def chi_square(counts: Counter[int], probabilities: Tensor) -> float:
+    total = sum(counts.values())
+    return sum((counts[i] - total * float(p)) ** 2 / (total * float(p)) for i, p in enumerate(probabilities))
+
+
+def test_samples_follow_the_softmax() -> None:
+    model = make_model(vocab_size=12)
+    with torch.no_grad():
+        model.lm_head.weight *= 0.3  # no probability so small that its expected count is below 5
+    prompt, rows = [5, 6, 7], 6000
+    completions = sample(
+        make_engine(model, max_rows=rows, stop_ids=[]), [prompt] * rows, list(range(rows)), max_new_tokens=2, temperature=0.8
+    )
+    first = full_logprobs(model, prompt, [0], 0.8)[0].exp()
+    second = sum(p * full_logprobs(model, [*prompt, i], [0], 0.8)[0].exp() for i, p in enumerate(first))
+    wrong = full_logprobs(model, prompt, [0], 1.0)[0].exp()
+    assert float(first.min()) * rows > 5 and float(first.max()) > 0.15
+    # chi-square with 11 degrees of freedom exceeds 37.4 with probability 1e-4
+    counts = Counter(completion.ids[0] for completion in completions)
+    assert chi_square(counts, first) < 37.4
+    assert chi_square(Counter(completion.ids[1] for completion in completions), second) < 37.4
+    assert chi_square(counts, wrong) > 37.4  # the test can tell the temperature
+
+
+def test_text_depends_on_prompt_and_key_alone(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = sample(make_engine(model))
+    assert {completion.stop for completion in together} == {StopReason.EOS, StopReason.LENGTH}
+    alone = [sample(make_engine(model), [prompt], [key])[0] for prompt, key in zip(PROMPTS, KEYS, strict=True)]
+    assert_same(together, alone)
+    assert_same(together, sample(make_engine(model, max_rows=1)))
+    assert_same(together, sample(make_engine(model, max_rows=3)))
+    assert_same(together, sample(make_engine(model), PROMPTS[::-1], KEYS[::-1])[::-1])
+    assert_same(together, sample(make_engine(model), PROMPTS * 3, KEYS * 3)[7:14])
+    monkeypatch.setattr(torch_engine, "PREFILL_TOKENS", 6)  # prefill in several parts
+    assert_same(together, sample(make_engine(model)))
+    for frac in (1e-9, 1.0):  # rebuild the batch whenever a row ends; never
+        monkeypatch.setattr(torch_engine, "COMPACT_FRAC", frac)
+        assert_same(together, sample(make_engine(model)))
+
+
+def test_equal_prompts_with_different_keys_differ(model: CausalLM) -> None:
+    texts = {tuple(c.ids) for c in sample(make_engine(model), [[5, 6, 7]] * 8, list(range(8)))}
+    assert len(texts) == 8
+
+
+def test_stop_marks_and_limits(model: CausalLM) -> None:
+    prompts, keys = PROMPTS * 6, list(range(42))
+    limits = [1 + index % 20 for index in range(42)]
+    completions = sample(make_engine(model), prompts, keys, max_new_tokens=limits)
+    assert {completion.stop for completion in completions} == {StopReason.EOS, StopReason.LENGTH}
+    for completion, limit in zip(completions, limits, strict=True):
+        assert len(completion.logprobs) == len(completion.ids) <= limit
+        assert not set(STOPS) & set(completion.ids[:-1])
+        if completion.stop is StopReason.EOS:
+            assert completion.ids[-1] in STOPS
+        else:
+            assert completion.ids[-1] not in STOPS and len(completion.ids) == limit
+    longer = sample(make_engine(model), prompts, keys, max_new_tokens=20)
+    assert all(long.ids[: len(short.ids)] == short.ids for short, long in zip(completions, longer, strict=True))
+
+
+def test_a_finished_row_does_not_outgrow_the_window(model: CausalLM) -> None:
+    # the first row fills the window of 64 with its one id and stays in the batch while the others go on
+    prompts = [[4] * 63, *[[3, index] for index in range(9)]]
+    completions = sample(make_engine(model, stop_ids=[]), prompts, list(range(10)), max_new_tokens=[1] + [40] * 9)
+    assert [len(completion.ids) for completion in completions] == [1] + [40] * 9
+    expected = full_logprobs(model, prompts[3], completions[3].ids, 0.7).gather(1, torch.tensor(completions[3].ids)[:, None])
+    torch.testing.assert_close(torch.tensor(completions[3].logprobs).double(), expected[:, 0], atol=1e-5, rtol=0)
+
+
+def test_prompts_of_a_group_are_prefilled_once_and_finished_rows_leave(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[tuple[int, ...]] = []
+    hidden = model.hidden
+
+    def counted(input_ids: Tensor, **kwargs: Any) -> Tensor:
+        shapes.append(tuple(input_ids.shape))
+        return hidden(input_ids, **kwargs)
+
+    monkeypatch.setattr(model, "hidden", counted)
+    prompts = [prompt for prompt in ([5, 6, 7], [9, 8, 7, 6]) for _ in range(8)]
+    completions = sample(make_engine(model, stop_ids=range(2, 8)), prompts, list(range(16)))
+    assert shapes[0] == (2, 4)
+    going = [sum(len(completion.ids) > position for completion in completions) for position in range(1, len(shapes))]
+    assert going[0] < 16 and going[-1] >= 1
+    for count, (rows, new) in zip(going, shapes[1:], strict=True):
+        assert new == 1 and count <= rows and rows - count < 0.25 * rows
+
+
+def test_no_dropout_no_gradient_and_the_mode_is_restored() -> None:
+    steady, noisy = make_model(), make_model(dropout=0.5)
+    noisy.train()
+    assert_same(sample(make_engine(steady)), sample(make_engine(noisy)))
+    assert noisy.training and not steady.training
+    noisy(torch.tensor([[1, 2, 3]])).sum().backward()  # nothing of inference mode stays behind
+    assert noisy.lm_head.weight.grad is not None
+
+
+def test_the_present_weights_are_sampled_from() -> None:
+    model = make_model()
+    engine = make_engine(model)
+    before = sample(engine)
+    with torch.no_grad():
+        model.lm_head.weight += torch.randn(model.lm_head.weight.shape, generator=torch.Generator().manual_seed(0))
+    assert [c.ids for c in sample(engine)] != [c.ids for c in before]
+    assert_same(sample(engine), sample(make_engine(model)))
+
+
+def test_under_autocast_logprobs_are_near_those_of_a_full_forward(model: CausalLM) -> None:
+    completions = sample(make_engine(model, autocast_dtype=torch.bfloat16))
+    assert not torch.is_autocast_enabled("cpu")
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            expected = full_logprobs(model, prompt, completion.ids, 0.7)
+        drawn = expected.gather(1, torch.tensor(completion.ids)[:, None])[:, 0]
+        assert float((torch.tensor(completion.logprobs).double() - drawn).abs().mean()) < 0.1
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [{"temperature": 0.0}, {"max_new_tokens": 0}, {"prompts": [[]] * 7}, {"keys": [1]}, {"max_new_tokens": [3]}],
+)
+def test_impossible_requests_are_refused(model: CausalLM, fault: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must"):
+        sample(make_engine(model), **fault)
+
+
+def test_no_prompts_no_completions(model: CausalLM) -> None:
+    assert sample(make_engine(model), [], []) == []
+
+
+def test_draw_inverts_the_cumulative_distribution() -> None:
+    # probabilities 1/2, 0, 1/4, 1/4 -> cumulative 0.5, 0.5, 0.75, 1
+    logits = torch.tensor([[0.5, 0.0, 0.25, 0.25]]).log().repeat(6, 1)
+    uniform = torch.tensor([0.0, 0.49, 0.51, 0.74, 0.76, 1 - 2**-53], dtype=torch.float64)
+    ids, logprobs = draw(logits, 1.0, uniform)
+    assert ids.tolist() == [0, 0, 2, 2, 3, 3]
+    expected = torch.tensor([math.log(0.5)] * 2 + [math.log(0.25)] * 4)
+    torch.testing.assert_close(logprobs, expected, atol=1e-6, rtol=0)
+    # temperature 1/2 squares them: 4/6, 0, 1/6, 1/6 -> cumulative 0.667, 0.667, 0.833, 1
+    assert draw(logits, 0.5, uniform)[0].tolist() == [0, 0, 0, 2, 2, 3]
+    ids, logprobs = draw(logits[:1], 0.5, None)
+    assert ids.tolist() == [0]
+    torch.testing.assert_close(logprobs, torch.tensor([math.log(4 / 6)]), atol=1e-6, rtol=0)
+
+
+def test_random_streams_are_keyed_by_row_and_position() -> None:
+    streams = uniforms([3, 4, 3], 50)
+    assert torch.equal(streams[0], streams[2]) and not torch.equal(streams[0], streams[1])
+    assert torch.equal(uniforms([4], 7)[0], streams[1, :7])
+    assert float(streams.min()) >= 0 and float(streams.max()) < 1
+    many = uniforms(range(2000), 2)  # neighbouring keys are independent: mean 1/2 and correlation 0, within 4 standard errors
+    assert abs(float(many.mean()) - 0.5) < 4 * math.sqrt(1 / 12 / 4000)
+    assert abs(float(torch.corrcoef(torch.stack((many[:-1, 0], many[1:, 0])))[0, 1])) < 4 / math.sqrt(2000)
+
+
+def test_folded_keys_are_distinct_and_stay_what_they_are() -> None:
+    assert len({fold_key(key, turn) for key in range(100) for turn in range(10)}) == 1000
+    assert fold_key(1, 11) != fold_key(11, 1)
+    assert 0 <= fold_key(2**70, 0) < 2**64
+
+
+def trajectory(prompt_ids: list[int], ids: list[int], sampled: list[bool]) -> Trajectory:
+    logprobs = [-0.5 - index if flag else 0.0 for index, flag in enumerate(sampled)]
+    return Trajectory(prompt_ids, ids, sampled, logprobs, turns=[])
+
+
+def test_pad_trajectories_by_hand() -> None:
+    rows = [
+        trajectory([7, 8], [9, 2, 5, 6, 2], [True, True, False, True, True]),
+        trajectory([4], [0, 3], [True, True]),  # the pad id, sampled, is trained like any other
+        trajectory([1, 1, 1], [], []),
+    ]
+    input_ids, labels, old_logprobs, loss_mask = pad_trajectories(rows, pad_id=0)
+    ignored = -100
+    assert input_ids.tolist() == [[7, 8, 9, 2, 5, 6], [4, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0]]
+    assert labels.tolist() == [[ignored, 9, 2, ignored, 6, 2], [0, 3, *[ignored] * 4], [ignored] * 6]
+    assert loss_mask.tolist() == [[False, True, True, False, True, True], [True, True, *[False] * 4], [False] * 6]
+    assert old_logprobs.tolist() == [[0, -0.5, -1.5, 0, -3.5, -4.5], [-0.5, -1.5, 0, 0, 0, 0], [0] * 6]
+    assert (labels.dtype, old_logprobs.dtype, loss_mask.dtype) == (torch.int64, torch.float32, torch.bool)
+
+
+def test_training_tensors_give_the_recorded_logprobs_back(model: CausalLM) -> None:
+    turn = Turn("", parse_turn("", open_thinking=False))
+    completions = sample(make_engine(model))
+    rows = [
+        Trajectory.from_completion(prompt, completion, turn, open_thinking=False)
+        for prompt, completion in zip(PROMPTS, completions, strict=True)
+    ]
+    input_ids, labels, old_logprobs, loss_mask = pad_trajectories(rows, PAD)
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(input_ids) / 0.7, dim=-1)
+    new = logprobs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    torch.testing.assert_close(torch.where(loss_mask, new, 0.0), old_logprobs, atol=1e-5, rtol=0)
+    assert loss_mask.sum(dim=1).tolist() == [row.num_sampled for row in rows] == [len(c.ids) for c in completions]
+    for row, label, mask in zip(rows, labels, loss_mask, strict=True):
+        if row.stop is StopReason.EOS:
+            assert int(label[mask][-1]) in STOPS  # the end of turn is the last trained token
+
+
+def test_only_an_ended_trajectory_has_a_final_answer() -> None:
+    turn = Turn("hm</think>42", parse_turn("hm</think>42", open_thinking=True))
+    for stop, answer in ((StopReason.EOS, "42"), (StopReason.LENGTH, "")):
+        row = Trajectory.from_completion([1], Completion([5], [-1.0], stop), turn, open_thinking=True)
+        assert (row.final_answer, row.stop, row.num_sampled) == (answer, stop, 1)
