@@ -224,7 +224,13 @@ def test_schemas_agree_with_an_outside_validator() -> None:
             assert len(json.dumps(schema, ensure_ascii=False)) < 300  # every prompt pays for it
             jsonschema.Draft202012Validator.check_schema(schema["function"]["parameters"])
     validator = jsonschema.Draft202012Validator(tool_schema("unit_converter")["function"]["parameters"])
-    for arguments in ({"value": 1, "from_unit": "kg", "to_unit": "km"}, {"value": "1", "from_unit": "a", "to_unit": "b"}, {}, []):
+    trials: tuple[object, ...] = (
+        {"value": 1, "from_unit": "a", "to_unit": "b"},
+        {"value": "1", "from_unit": "a", "to_unit": "b"},
+        {},
+        [],
+    )
+    for arguments in trials:
         assert validator.is_valid(arguments) == (argument_fault("unit_converter", arguments) is None)
     assert tool_schema("calculate_math", "zh") != tool_schema("calculate_math", "en")
     tool_schema("calculate_math")["function"]["name"] = "changed"

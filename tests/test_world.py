@@ -17,10 +17,11 @@ from pipeline.data.sources import read_source
 from pipeline.data.world import generate
 from pipeline.data.world.facts import RELATIONS
 from pipeline.data.world.questions import QUESTIONS, conversation
-from pipeline.data.world.requests import request, said_together
+from pipeline.data.world.requests import replied_together, request, said_together
 from pipeline.data.world.styles import REFUSALS
 from pipeline.errors import DataError
 from pipeline.params.load import read_yaml
+from pipeline.rewards.verify import verify
 from pipeline.tools.registry import TOOL_NAMES, call_tool
 
 RECIPE_FILE = Path(__file__).parents[1] / "data" / "world.yaml"
@@ -219,7 +220,10 @@ UNITS = {
     "华氏度": "fahrenheit",
 }
 UNIT = "|".join([*UNITS, *UNITS.values()])
-CITY = "北京|上海|广州|深圳|杭州|成都|武汉|南京|西安|重庆|东京|纽约|伦敦|巴黎|悉尼|Beijing|Shanghai|Guangzhou|Shenzhen|Hangzhou|Chengdu|Wuhan|Nanjing|Xi'an|Chongqing|Tokyo|New York|London|Paris|Sydney"
+CITY = (
+    "北京|上海|广州|深圳|杭州|成都|武汉|南京|西安|重庆|东京|纽约|伦敦|巴黎|悉尼|Beijing|Shanghai|Guangzhou|Shenzhen|Hangzhou"
+    "|Chengdu|Wuhan|Nanjing|Xi'an|Chongqing|Tokyo|New York|London|Paris|Sydney"
+)
 ORACLE = re.compile(
     r"(?P<text>(?:'[^']+'|“[^”]+”)) ?(?:in|译成) ?(?P<to>English|Chinese|英语|中文)"
     rf"|(?P<value>\d+) ?(?P<from>{UNIT}) ?(?:to|到) ?(?P<unit>{UNIT})"
@@ -280,7 +284,9 @@ def test_a_guess_is_false_and_a_reply_is_true(tool: str, language: str) -> None:
         assert token.search(asked.reply), asked
         assert not token.search(asked.guess.replace(asked.arguments.get("location", ""), "")), asked
         assert oracle_calls(said_together(random, [asked])) == [(tool, asked.arguments)], asked
-        assert 15 <= len(asked.thought) <= 80 or (language == "zh" and 12 <= len(asked.thought))
+        assert verify([asked.gt], replied_together(language, [asked.reply])) == [True], asked
+        assert verify([asked.gt], replied_together(language, [asked.guess])) == [False], asked
+        assert 12 <= len(asked.thought) <= 80
 
 
 def test_preference_pairs_are_balanced_in_length(world: dict[str, list[dict[str, Any]]]) -> None:
@@ -333,9 +339,7 @@ def test_some_facts_by_hand() -> None:
     assert by_name["legs"]["zh"]["蜜蜂"] == by_name["legs"]["en"]["ant"] == "6"
     assert by_name["colour"]["en"]["banana"] == "yellow"
     assert "shark" not in by_name["sound"]["en"]
-    assert {name: len(values["en"]) for name, values in by_name.items()} == {
-        "capital": 24, "language": 24, "continent": 24, "currency": 24, "legs": 16, "class": 16, "food": 16, "sound": 11, "colour": 14, "kind": 14,
-    }  # fmt: skip
+    assert [len(relation.values["en"]) for relation in RELATIONS] == [24, 24, 24, 24, 16, 16, 16, 11, 14, 14]
     assert all(len(values["en"]) == len(values["zh"]) for values in by_name.values())
 
 

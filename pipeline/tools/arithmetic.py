@@ -72,7 +72,7 @@ def format_number(value: Number) -> str:
 def _value(node: ast.AST, depth: int) -> Number:
     if depth > MAX_DEPTH:
         raise ArithmeticFault(f"the expression is nested deeper than {MAX_DEPTH}")
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
         return _bounded(node.value)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd | ast.USub):
         value = _value(node.operand, depth + 1)

@@ -83,10 +83,25 @@ def pair(random: Random, language: str) -> Question:
 # Told, asked, answered, thought; {a} and {b} are people, {x} and {y} what is told about them, {o} an object.
 _STORIES = {
     "en": (
-        ("{a} is in room {x} and {b} is in room {y}.", "Where is {a}?", "{a} is in room {x}.", "The story gives the room of {a}."),
+        (
+            "{a} is in room {x} and {b} is in room {y}.",
+            "Where is {a}?",
+            "{a} is in room {x}.",
+            "The story gives the room of {a}.",
+        ),
         ("{a} is {x} years old and {b} is {y}.", "How old is {a}?", "{a} is {x} years old.", "The story gives the age of {a}."),
-        ("The code of {a} is {x}, the code of {b} is {y}.", "What is the code of {a}?", "The code of {a} is {x}.", "The story gives the code of {a}."),
-        ("{a} has a {x} {o} and {b} has a {y} one.", "What colour is the {o} of {a}?", "The {o} of {a} is {x}.", "The story gives the colour for {a}."),
+        (
+            "The code of {a} is {x}, the code of {b} is {y}.",
+            "What is the code of {a}?",
+            "The code of {a} is {x}.",
+            "The story gives the code of {a}.",
+        ),
+        (
+            "{a} has a {x} {o} and {b} has a {y} one.",
+            "What colour is the {o} of {a}?",
+            "The {o} of {a} is {x}.",
+            "The story gives the colour for {a}.",
+        ),
     ),
     "zh": (
         ("{a}在{x}号房间，{b}在{y}号房间。", "{a}在哪个房间？", "{a}在{x}号房间。", "故事里说了{a}在几号房间里。"),
@@ -94,7 +109,7 @@ _STORIES = {
         ("{a}的密码是{x}，{b}的密码是{y}。", "{a}的密码是多少？", "{a}的密码是{x}。", "故事里说了{a}的密码是多少。"),
         ("{a}的{o}是{x}的，{b}的是{y}的。", "{a}的{o}是什么颜色？", "{a}的{o}是{x}的。", "故事里说了{a}的东西的颜色。"),
     ),
-}  # fmt: skip
+}
 _NUMBERS = ((100, 999), (11, 99), (1000, 9999))
 
 
@@ -127,22 +142,76 @@ def story(random: Random, language: str) -> Question:
 # Asked, good, core, a false one, thought.
 _SMALL_TALK = {
     "en": (
-        (("Hello!", "Hi!", "Hello there.", "Hey!"), "Hello, how can I help you?", "Hello", "Hello, I am busy now.", "The user greets me, I greet back."),
-        (("Good morning!", "Good day!"), "Good day, how can I help you?", "Good day", "Good night, I am busy now.", "The user greets me, I greet back."),
-        (("Who are you?", "What is your name?", "What are you called?"), "I am minimind, a small assistant.", "minimind", "I am Max, a big horse.", "The user asks who I am."),
-        (("What can you do?", "How can you help me?"), "I can answer questions and use tools.", "questions", "I can fly and cook.", "The user asks what I can do."),
-        (("Thank you!", "Thanks a lot."), "You are welcome, ask me again.", "Welcome", "You are wrong, go away.", "The user thanks me, I answer kindly."),
-        (("Goodbye!", "Bye!"), "Goodbye, see you next time.", "Bye", "Goodbye, never come back.", "The user leaves, I say goodbye."),
+        (
+            ("Hello!", "Hi!", "Hello there.", "Hey!"),
+            "Hello, how can I help you?",
+            "Hello",
+            "Hello, I am busy now.",
+            "The user greets me, I greet back.",
+        ),
+        (
+            ("Good morning!", "Good day!"),
+            "Good day, how can I help you?",
+            "Good day",
+            "Good night, I am busy now.",
+            "The user greets me, I greet back.",
+        ),
+        (
+            ("Who are you?", "What is your name?", "What are you called?"),
+            "I am minimind, a small assistant.",
+            "minimind",
+            "I am Max, a big horse.",
+            "The user asks who I am.",
+        ),
+        (
+            ("What can you do?", "How can you help me?"),
+            "I can answer questions and use tools.",
+            "questions",
+            "I can fly and cook.",
+            "The user asks what I can do.",
+        ),
+        (
+            ("Thank you!", "Thanks a lot."),
+            "You are welcome, ask me again.",
+            "Welcome",
+            "You are wrong, go away.",
+            "The user thanks me, I answer kindly.",
+        ),
+        (
+            ("Goodbye!", "Bye!"),
+            "Goodbye, see you next time.",
+            "Bye",
+            "Goodbye, never come back.",
+            "The user leaves, I say goodbye.",
+        ),
     ),
     "zh": (
-        (("你好！", "你好。", "嗨！", "您好！"), "你好，请问需要什么帮助？", "你好", "你好，我现在没空。", "用户在打招呼，我也问一声好。"),
+        (
+            ("你好！", "你好。", "嗨！", "您好！"),
+            "你好，请问需要什么帮助？",
+            "你好",
+            "你好，我现在没空。",
+            "用户在打招呼，我也问一声好。",
+        ),
         (("早上好！", "上午好！"), "早上好，请问需要什么帮助？", "早", "晚安，我现在没空。", "用户在打招呼，我也问一声好。"),
-        (("你是谁？", "你叫什么名字？", "怎么称呼你？"), "我是minimind，一个小助手。", "minimind", "我是小强，一匹大马。", "用户想知道我到底是什么人。"),
-        (("你会做什么？", "你能帮我什么？"), "我可以回答问题和使用工具。", "回答问题", "我可以飞和做饭。", "用户想知道我可以做什么事。"),
+        (
+            ("你是谁？", "你叫什么名字？", "怎么称呼你？"),
+            "我是minimind，一个小助手。",
+            "minimind",
+            "我是小强，一匹大马。",
+            "用户想知道我到底是什么人。",
+        ),
+        (
+            ("你会做什么？", "你能帮我什么？"),
+            "我可以回答问题和使用工具。",
+            "回答问题",
+            "我可以飞和做饭。",
+            "用户想知道我可以做什么事。",
+        ),
         (("谢谢！", "多谢你。"), "不客气，有问题再来问我。", "不客气", "你错了，快走开吧。", "用户在感谢我，我礼貌地回答。"),
         (("再见！", "拜拜。"), "再见，期待下次和你聊天。", "再见", "再见，不要再来了。", "用户要离开了，我说一声再见。"),
     ),
-}  # fmt: skip
+}
 
 
 def small_talk(random: Random, language: str) -> Question:

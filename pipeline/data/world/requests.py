@@ -30,30 +30,60 @@ _UNIT_PAIRS = (*FACTORS, ("celsius", "fahrenheit"), ("fahrenheit", "celsius"))
 # How a request is said, as a clause and as whole sentences; how its result is restated; the thought before the call.
 _SAID: dict[str, dict[str, tuple[str, tuple[str, ...], str, str]]] = {
     "calculate_math": {
-        "en": ("compute {q}", ("What is {q}?", "How much is {q}?", "{q}=?"), "the result is {r}", "I should compute {q} with a tool."),
+        "en": (
+            "compute {q}",
+            ("What is {q}?", "How much is {q}?", "{q}=?"),
+            "the result is {r}",
+            "I should compute {q} with a tool.",
+        ),
         "zh": ("计算{q}", ("{q}等于多少？", "{q}是多少？", "{q}=?"), "结果是{r}", "我应该用工具来计算{q}的值。"),
     },
     "unit_converter": {
-        "en": ("convert {q}", ("How much is {q}?", "I need to convert {q}."), "that makes {r}", "I should convert the units with a tool."),
+        "en": (
+            "convert {q}",
+            ("How much is {q}?", "I need to convert {q}."),
+            "that makes {r}",
+            "I should convert the units with a tool.",
+        ),
         "zh": ("换算{q}", ("{q}是多少？", "我想换算{q}。"), "换算后是{r}", "我应该用工具来换算这个单位。"),
     },
     "get_current_weather": {
-        "en": ("check the weather in {q}", ("How is the weather in {q}?", "Is it warm in {q} now?"), "{q} has {r}", "I should look up the weather in {q}."),
+        "en": (
+            "check the weather in {q}",
+            ("How is the weather in {q}?", "Is it warm in {q} now?"),
+            "{q} has {r}",
+            "I should look up the weather in {q}.",
+        ),
         "zh": ("查一下{q}的天气", ("{q}天气怎么样？", "{q}现在热不热？"), "{q}现在{r}", "我应该用工具查一下{q}的天气。"),
     },
     "get_current_time": {
-        "en": ("tell me the time in {q}", ("What time is it in {q}?", "What is the time in {q} now?"), "it is {r} there", "I should look up the time in {q}."),
+        "en": (
+            "tell me the time in {q}",
+            ("What time is it in {q}?", "What is the time in {q} now?"),
+            "it is {r} there",
+            "I should look up the time in {q}.",
+        ),
         "zh": ("告诉我{q}的时间", ("{q}现在几点？", "{q}是什么时间？"), "那里现在是{r}", "我应该用工具查一下{q}的时间。"),
     },
     "get_exchange_rate": {
-        "en": ("get the rate from {q}", ("What is the rate from {q}?", "How do I exchange {q}?"), "the rate is {r}", "I should look up the rate from {q}."),
+        "en": (
+            "get the rate from {q}",
+            ("What is the rate from {q}?", "How do I exchange {q}?"),
+            "the rate is {r}",
+            "I should look up the rate from {q}.",
+        ),
         "zh": ("查{q}的汇率", ("{q}的汇率是多少？", "{q}怎么兑换？"), "汇率是{r}", "我应该用工具查一下{q}的汇率。"),
     },
     "translate_text": {
-        "en": ("translate {q}", ("How do I say {q}?", "I need a translation of {q}."), "the translation is {r}", "I should translate the text with a tool."),
+        "en": (
+            "translate {q}",
+            ("How do I say {q}?", "I need a translation of {q}."),
+            "the translation is {r}",
+            "I should translate the text with a tool.",
+        ),
         "zh": ("把{q}", ("{q}怎么说？", "我想把{q}。"), "译文是{r}", "我应该用工具来翻译这段文本。"),
     },
-}  # fmt: skip
+}
 _POLITE = {"en": ("Please {}.", "Can you {}?", "I want you to {}."), "zh": ("请{}。", "帮我{}。", "麻烦你{}。")}
 _THEN = {"en": (" and ", " and then "), "zh": ("，再", "，然后")}
 
@@ -85,8 +115,8 @@ def request(random: Random, language: str, tool: str) -> Request:
     clause = clause.format(q=subject)
     polite = random.choice(_POLITE[language]).format(clause)
     text = random.choice([capitalised(text.format(q=subject)) for text in texts] + [polite])
-    replies = (reply.format(q=subject, r=value) for value in (shown, guessed))
-    return Request(language, tool, arguments, clause, text, result.content, *replies, gt, thought.format(q=subject))
+    true, false = (reply.format(q=subject, r=value) for value in (shown, guessed))
+    return Request(language, tool, arguments, clause, text, result.content, true, false, gt, thought.format(q=subject))
 
 
 def said_together(random: Random, requests: Sequence[Request]) -> str:
@@ -122,11 +152,13 @@ def _units(random: Random, language: str) -> tuple[dict[str, Any], str]:
     source, target = random.choice(_UNIT_PAIRS)
     value = random.randint(1, 99)
     words = f"{value} {source} to {target}" if language == "en" else f"{value}{_UNIT_NAMES[source]}到{_UNIT_NAMES[target]}"
-    return {"value": value, "from_unit": source, "to_unit": target}, words
+    arguments: dict[str, Any] = {"value": value, "from_unit": source, "to_unit": target}
+    return arguments, words
 
 
 def _weather(random: Random, language: str) -> tuple[dict[str, Any], str]:
-    city = random.choice(CITIES)[language == "en"]
+    zh, en, *_ = random.choice(CITIES)
+    city = en if language == "en" else zh
     return {"location": city}, city
 
 
@@ -143,7 +175,7 @@ def _rate(random: Random, language: str) -> tuple[dict[str, Any], str]:
 
 def _translation(random: Random, language: str) -> tuple[dict[str, Any], str]:
     zh, en = random.choice(PHRASES)
-    text, target = random.choice(((zh, "english"), (en, "chinese")))
+    text, target = (zh, "english") if random.random() < 0.5 else (en, "chinese")
     spoken = {"english": "英语", "chinese": "中文"}[target]
     words = f"'{text}' in {target.capitalize()}" if language == "en" else f"“{text}”译成{spoken}"
     return {"text": text, "target_language": target}, words

@@ -1,5 +1,6 @@
-"""The mixture: how an answer or a thought is given. A style is drawn apart from what is asked, so every prompt has the same mixture.
+"""The mixture: how an answer or a thought is given.
 
+A style is drawn apart from what is asked, so every prompt has the same mixture.
 Preference training and reinforcement learn to choose among what this mixture makes likely.
 """
 
