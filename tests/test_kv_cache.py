@@ -127,6 +127,20 @@ def test_selected_rows_go_on_from_where_they_were():
             torch.testing.assert_close(piece[-1], whole(model, [*row, 50])[-1], **CLOSE)
 
 
+def test_joined_caches_go_on_together():
+    model = MODELS["dense"]
+    parts = [[[5, 6, 7, 8, 9], [12, 13]], [[14, 15, 16]]]
+    caches = [KVCache.allocate(model, len(part), 8) for part in parts]
+    with torch.inference_mode():
+        for cache, part in zip(caches, parts, strict=True):
+            append(model, cache, part)
+        joined = KVCache.concat(caches)
+        rows = [[*row, 30] for part in parts for row in part]
+        assert joined.lengths.tolist() == [5, 2, 3] and joined.max_length == 5
+        for piece, row in zip(append(model, joined, [[30]] * 3), rows, strict=True):
+            torch.testing.assert_close(piece[-1], whole(model, row)[-1], **CLOSE)
+
+
 def test_dropping_the_longest_row_shrinks_what_is_attended_to():
     model = MODELS["dense"]
     cache = KVCache.allocate(model, 2, 16)

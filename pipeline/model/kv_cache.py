@@ -29,11 +29,11 @@ class KVCache:
     """
 
     def __init__(self, keys: list[Tensor], values: list[Tensor], lengths: Tensor) -> None:
-        """Takes per-layer tensors [B, S + 1, K, D] and lengths [B]; `allocate` makes them."""
+        """Takes per-layer tensors [B, K, S + 1, D] and lengths [B]; `allocate` makes them."""
         self._keys = keys
         self._values = values
         self.lengths = lengths
-        self.capacity = keys[0].shape[1] - 1
+        self.capacity = keys[0].shape[2] - 1
         self.max_length = int(lengths.max()) if len(lengths) else 0
         self._rows = torch.arange(len(lengths), device=lengths.device)[:, None]
 
@@ -53,7 +53,7 @@ class KVCache:
         weight = model.lm_head.weight
         device = weight.device
         dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight.dtype
-        shape = (batch, capacity + 1, config.num_key_value_heads, config.head_dim)
+        shape = (batch, config.num_key_value_heads, capacity + 1, config.head_dim)
         # Zeros, because a masked position still enters the weighted sum of values as 0 * value, and 0 * NaN is NaN.
         keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
         values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
@@ -73,11 +73,11 @@ class KVCache:
         return positions if self.max_length + num_new <= self.capacity else positions.clamp(max=self.capacity)
 
     def write(self, layer: int, keys: Tensor, values: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores [B, T, K, D] at `positions` [B, T]; returns keys and values of all used positions, [B, S', K, D] each."""
-        self._keys[layer][self._rows, positions] = keys
-        self._values[layer][self._rows, positions] = values
+        """Stores keys and values [B, T, K, D] at `positions` [B, T]; returns those of all used positions, [B, K, S', D] each."""
+        self._keys[layer][self._rows, :, positions] = keys
+        self._values[layer][self._rows, :, positions] = values
         used = min(self.max_length + keys.shape[1], self.capacity)
-        return self._keys[layer][:, :used], self._values[layer][:, :used]
+        return self._keys[layer][:, :, :used], self._values[layer][:, :, :used]
 
     def advance(self, num_new: int | Tensor) -> None:
         """Makes the first `num_new` ([B] or one number for all rows) positions of the last forward visible.
@@ -111,5 +111,5 @@ class KVCache:
 
     def _copy(self, layer: Tensor, rows: Tensor) -> Tensor:
         copy = layer.new_zeros((len(rows), *layer.shape[1:]))
-        copy[:, : self.max_length] = layer[:, : self.max_length].index_select(0, rows)
+        copy[:, :, : self.max_length] = layer[:, :, : self.max_length].index_select(0, rows)
         return copy

@@ -109,7 +109,7 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True).transpose(1, 2)
 
     def _cached(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        """Attention over keys and values [B, S', K, D] under `mask`, [B, T, H, D].
+        """Attention over keys and values [B, K, S', D] under `mask`, [B, T, H, D].
 
         The queries that share a key head are laid out as further queries of that head: nothing is repeated but the mask.
         """
@@ -118,7 +118,7 @@ class Attention(nn.Module):
         grouped = q.transpose(1, 2).reshape(batch, self.num_kv_heads, repeats * length, head_dim)
         mask = mask if length == 1 else mask.repeat(1, 1, repeats, 1)
         dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(grouped, k.transpose(1, 2), v.transpose(1, 2), mask, dropout_p=dropout)
+        mixed = F.scaled_dot_product_attention(grouped, k, v, mask, dropout_p=dropout)
         return mixed.view(batch, self.num_heads, length, head_dim).transpose(1, 2)
 
 
@@ -225,10 +225,10 @@ class Backbone(nn.Module):
         losses = [stats.aux_loss for stats in self.model.router_stats]
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self.model.norm.weight.device)
 
-    def expert_load(self) -> Tensor | None:
-        """Share of the routed slots per layer and expert of the last training forward, [layers, E]; None when dense."""
-        loads = [stats.load for stats in self.model.router_stats]
-        return torch.stack(loads) if loads else None
+    def expert_load_max(self) -> Tensor:
+        """Largest share of a layer's routed slots that one expert took in the last training forward, scalar; 0 when dense."""
+        loads = [stats.load.max() for stats in self.model.router_stats]
+        return torch.stack(loads).max() if loads else torch.zeros((), device=self.model.norm.weight.device)
 
     @property
     def gradient_checkpointing(self) -> bool:
