@@ -1,0 +1,44 @@
+"""The reward of a single-turn completion (ppo, grpo)."""
+
+from collections.abc import Mapping
+
+from pipeline.params.schema import Rewards
+from pipeline.rewards.rules import repetition, span_reward, thinking_reward
+from pipeline.text.turns import ParsedTurn
+
+
+def completion_rewards(
+    turn: ParsedTurn, *, open_thinking: bool, model_score: float | None, truncated: bool, params: Rewards
+) -> dict[str, float]:
+    """Reward terms by name; their sum is the reward.
+
+    `length` of the answer; `thinking` only when it was asked for; `repetition`, the worse of thinking and answer;
+    `model`, the clamped score of the reward model; `unfinished` when the completion did not end by itself.
+
+    Args:
+        turn: the parsed completion.
+        open_thinking: whether the prompt opened a think block.
+        model_score: score of the answer, None without a reward model.
+        truncated: whether the completion stopped at its length limit.
+        params: weights.
+    """
+    return {
+        "length": span_reward(turn.answer, params.length),
+        "thinking": thinking_reward(turn, params) if open_thinking else 0.0,
+        "repetition": -params.repetition * max(repetition(turn.answer), repetition(turn.thinking or "")),
+        "model": model_reward(model_score, params),
+        "unfinished": -params.unfinished if truncated else 0.0,
+    }
+
+
+def model_reward(score: float | None, params: Rewards) -> float:
+    """The weighted score, clamped to +- `model_clip` before weighting; 0 without one."""
+    if score is None:
+        return 0.0
+    return params.model * max(-params.model_clip, min(params.model_clip, score))
+
+
+def total_reward(terms: Mapping[str, float], clip: float | None = None) -> float:
+    """Sum of the terms, clamped to +- `clip` where one is given."""
+    total = sum(terms.values())
+    return total if clip is None else max(-clip, min(clip, total))

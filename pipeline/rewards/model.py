@@ -1,0 +1,115 @@
+"""Scores of a reward model: the one trained here, or an external one from Hugging Face with MiniMind's calling convention."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from pipeline.errors import DataError
+from pipeline.model.heads import RewardModel
+from pipeline.text.chat import ChatEncoder
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class RewardScorer(Protocol):
+    """Scores answers to conversations, about 0 on average and a few units wide; rewards clamp them."""
+
+    def score(self, items: Sequence[tuple[Messages, str]]) -> list[float]:
+        """One score per (messages up to the question, answer)."""
+        ...
+
+
+class TrainedRewardModel:
+    """The Bradley-Terry model of stage `reward`, standardised: (raw score - offset) / scale."""
+
+    def __init__(
+        self, model: RewardModel, encoder: ChatEncoder, *, pad_id: int, offset: float, scale: float, batch_size: int, max_len: int
+    ) -> None:
+        """Takes the model as it is, on its device.
+
+        Args:
+            pad_id: token id that fills rows on the right.
+            offset: raw score of an average answer.
+            scale: standard deviation of raw scores, > 0.
+            batch_size: conversations per forward pass.
+            max_len: tokens per conversation; longer ones lose their beginning.
+        """
+        self.model = model.eval()
+        self.encoder = encoder
+        self.pad_id, self.offset, self.scale = pad_id, offset, scale
+        self.batch_size, self.max_len = batch_size, max_len
+
+    @torch.no_grad()
+    def score(self, items: Sequence[tuple[Messages, str]]) -> list[float]:
+        """Scores read at the last trained token of each conversation, as in training; rows of like length share a batch."""
+        rows = [self._encode(messages, answer) for messages, answer in items]
+        order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
+        scores = [0.0] * len(rows)
+        for start in range(0, len(order), self.batch_size):
+            batch = order[start : start + self.batch_size]
+            for row, raw in zip(batch, self._raw_scores([rows[row] for row in batch]), strict=True):
+                scores[row] = (raw - self.offset) / self.scale
+        return scores
+
+    def _encode(self, messages: Messages, answer: str) -> list[int]:
+        chat = self.encoder.encode([*messages, {"role": "assistant", "content": answer, "reasoning_content": ""}])
+        # Labels are inputs shifted by one: the last trained label stands at the position before its own token.
+        end = max(position for position, trained in enumerate(chat.trained) if trained)
+        return chat.ids[:end][-self.max_len :]
+
+    def _raw_scores(self, rows: Sequence[list[int]]) -> list[float]:
+        device = next(self.model.parameters()).device
+        input_ids = torch.full((len(rows), max(map(len, rows))), self.pad_id)
+        for place, row in enumerate(rows):
+            input_ids[place, : len(row)] = torch.tensor(row)
+        last_positions = torch.tensor([len(row) - 1 for row in rows])
+        scores: list[float] = self.model(input_ids.to(device), last_positions.to(device)).float().tolist()
+        return scores
+
+
+class ExternalRewardModel:
+    """A Hugging Face reward model with `get_score(tokenizer, messages)`, such as InternLM2-Reward, called as MiniMind does.
+
+    Its folder holds Python code that is executed: only point `reward.external` at a model you trust.
+    """
+
+    def __init__(self, path: Path, *, device: torch.device) -> None:
+        """Loads from a local folder, never from the network.
+
+        Raises:
+            DataError: the folder is missing, or its model has no `get_score`.
+        """
+        from transformers import AutoModel, AutoTokenizer  # the one user here, and slow to import
+
+        if not (path / "config.json").is_file():
+            raise DataError(
+                f"reward.external={str(path)!r}: must be a folder with a Hugging Face reward model (no config.json there)"
+            )
+        self.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True, local_files_only=True)
+        dtype = torch.float16 if device.type == "cuda" else torch.float32
+        model = AutoModel.from_pretrained(path, trust_remote_code=True, local_files_only=True, dtype=dtype)
+        if not hasattr(model, "get_score"):
+            raise DataError(f"reward.external={str(path)!r}: {type(model).__name__} has no get_score(tokenizer, messages)")
+        self.model = model.to(device).eval()
+
+    @torch.no_grad()
+    def score(self, items: Sequence[tuple[Messages, str]]) -> list[float]:
+        """One call per answer; the model's own scale."""
+        return [
+            float(
+                self.model.get_score(
+                    self.tokenizer,
+                    [{"role": "user", "content": flat_question(messages)}, {"role": "assistant", "content": answer}],
+                )
+            )
+            for messages, answer in items
+        ]
+
+
+def flat_question(messages: Messages) -> str:
+    """A conversation as one user text, in MiniMind's words: the history as `role: content` lines, then the last message."""
+    history = "\n".join(f"{message['role']}: {message['content']}" for message in messages[:-1])
+    question = str(messages[-1]["content"])
+    return f"{history}\n以上是对话历史。我的新问题是：\n{question}" if history else question

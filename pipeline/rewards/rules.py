@@ -1,0 +1,61 @@
+"""Rules that read text alone: length, thinking, repetition."""
+
+import re
+from collections.abc import Hashable, Sequence
+
+from pipeline.params.schema import Rewards, Span
+from pipeline.text.turns import ParsedTurn
+
+REPETITION_CAP = 0.5
+NGRAM = 3
+MAX_WORD = 16
+
+# Scripts written without spaces between words: kana, CJK ideographs (extensions A and B on) and compatibility forms.
+CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+_TOKEN = re.compile(rf"[{CJK}]|[^\W{CJK}]+|[^\w\s]")
+_SENTENCE_END = re.compile(r"[。！？；!?;\n]+|\.(?=\s|$)")
+
+
+def span_reward(text: str, span: Span) -> float:
+    """`span.weight` when the text's length in characters lies in the closed span, otherwise `-span.penalty`.
+
+    A run of white space counts as one character and none at the ends, so blank padding lengthens nothing.
+    """
+    inside = span.min_chars <= len(" ".join(text.split())) <= span.max_chars
+    return span.weight if inside else -span.penalty
+
+
+def thinking_reward(turn: ParsedTurn, params: Rewards) -> float:
+    """Reward of the think block of a turn that was asked to think; never call it for one that was not.
+
+    Two parts: the length of the thinking, and +-`think_close` for exactly one closing tag. A block that is never closed, or
+    closed with nothing after it, fails both.
+    """
+    answered = turn.thinking is not None and bool(turn.answer)
+    closed_once = answered and "</think>" not in turn.answer
+    length = span_reward(turn.thinking, params.thinking) if answered and turn.thinking is not None else -params.thinking.penalty
+    return length + (params.think_close if closed_once else -params.think_close)
+
+
+def repetition(text: str) -> float:
+    """How much a text repeats itself, in [0, 0.5]: the larger share of duplicates among its 3-grams or its sentences.
+
+    Tokens are single characters where no spaces separate words (Chinese, Japanese; and "words" beyond 16 characters) and words
+    or punctuation marks elsewhere, all lower-case. MiniMind's word n-grams take a whole Chinese run for one word and see none
+    of its repetition. Sentences of a single token (list numbers, brackets) are not compared.
+    """
+    trigrams = list(zip(*(_tokens(text)[offset:] for offset in range(NGRAM)), strict=False))
+    sentences = [tuple(t for t in _tokens(part) if t.isalnum()) for part in _SENTENCE_END.split(text)]
+    duplicates = max(_duplicate_frac(trigrams), _duplicate_frac([sentence for sentence in sentences if len(sentence) > 1]))
+    return min(REPETITION_CAP, duplicates)
+
+
+def _tokens(text: str) -> list[str]:
+    tokens = []
+    for token in _TOKEN.findall(text.lower()):
+        tokens += [token] if len(token) <= MAX_WORD else list(token)
+    return tokens
+
+
+def _duplicate_frac(items: Sequence[Hashable]) -> float:
+    return 1 - len(set(items)) / len(items) if items else 0.0

@@ -1,0 +1,170 @@
+"""Chunked logprobs and cross-entropy against the naive formulas, their gradients, and the promise about memory."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipeline.maths.logprobs import token_logprobs
+from pipeline.maths.supervised import cross_entropy_sum
+
+B, T, D, V = 3, 7, 8, 23
+
+
+def inputs(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(B, T, D, generator=generator, requires_grad=True)
+    weight = torch.randn(V, D, generator=generator, requires_grad=True)
+    labels = torch.randint(0, V, (B, T), generator=generator)
+    labels[0, :3] = -100  # ragged: a prompt, a tail, and a row with a hole
+    labels[1, 5:] = -100
+    labels[2, 2] = -100
+    return hidden, weight, labels
+
+
+def naive(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    distribution = torch.log_softmax(hidden @ weight.T / temperature, dim=-1)
+    logprobs = distribution.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    entropy = -(distribution.exp() * distribution).sum(-1)
+    wanted = labels != -100
+    return torch.where(wanted, logprobs, 0.0), torch.where(wanted, entropy, 0.0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.8, 1.7])
+@pytest.mark.parametrize("chunk", [1, 4, 1000])
+def test_logprobs_entropy_and_gradients_equal_the_naive_formula(temperature: float, chunk: int) -> None:
+    hidden, weight, labels = inputs()
+    logprobs, entropy = token_logprobs(hidden, weight, labels, temperature=temperature, chunk=chunk)
+    expected_logprobs, expected_entropy = naive(hidden, weight, labels, temperature)
+    torch.testing.assert_close(logprobs, expected_logprobs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(entropy, expected_entropy, atol=1e-5, rtol=0)
+    assert not entropy.requires_grad
+    upstream = torch.randn(B, T, generator=torch.Generator().manual_seed(1))
+    got = torch.autograd.grad((logprobs * upstream).sum(), (hidden, weight))
+    expected = torch.autograd.grad((expected_logprobs * upstream).sum(), (hidden, weight))
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_uniform_logits_have_entropy_ln_v() -> None:
+    logprobs, entropy = token_logprobs(torch.zeros(4, D), torch.ones(V, D), torch.arange(4), temperature=0.3)
+    torch.testing.assert_close(entropy, torch.full((4,), math.log(V)))
+    torch.testing.assert_close(logprobs, torch.full((4,), -math.log(V)))
+
+
+def test_flat_input_and_hand_arithmetic() -> None:
+    # logits (ln 1, ln 3) at temperature 1: probabilities 1/4, 3/4; at temperature 0.5 the logits double: 1/10, 9/10
+    hidden, weight = torch.ones(2, 1), torch.tensor([[0.0], [math.log(3)]])
+    logprobs, _ = token_logprobs(hidden, weight, torch.tensor([0, 1]))
+    torch.testing.assert_close(logprobs.exp(), torch.tensor([0.25, 0.75]))
+    logprobs, entropy = token_logprobs(hidden, weight, torch.tensor([0, 1]), temperature=0.5)
+    torch.testing.assert_close(logprobs.exp(), torch.tensor([0.1, 0.9]))
+    torch.testing.assert_close(entropy, torch.full((2,), -(0.1 * math.log(0.1) + 0.9 * math.log(0.9))))
+
+
+def test_unwanted_positions_have_no_influence_even_when_not_finite() -> None:
+    hidden, weight, labels = inputs()
+    spoiled = hidden.detach().clone()
+    spoiled[labels == -100] = float("nan")
+    spoiled.requires_grad_()
+    logprobs, entropy = token_logprobs(spoiled, weight, labels)
+    loss, _ = cross_entropy_sum(spoiled, weight, labels)
+    torch.testing.assert_close(logprobs, token_logprobs(hidden, weight, labels)[0])
+    assert torch.isfinite(entropy).all()
+    grad_hidden, grad_weight = torch.autograd.grad(logprobs.sum() + loss, (spoiled, weight))
+    assert torch.isfinite(grad_weight).all()
+    assert (grad_hidden[labels == -100] == 0).all()
+
+
+def test_impossible_tokens_leave_the_entropy_finite() -> None:
+    weight = torch.tensor([[0.0], [0.0], [-torch.inf]])
+    _, entropy = token_logprobs(torch.ones(1, 1), weight, torch.tensor([0]))
+    torch.testing.assert_close(entropy, torch.tensor([math.log(2)]))
+
+
+def test_nothing_wanted_gives_zeros_with_zero_gradients() -> None:
+    hidden, weight, labels = inputs()
+    nothing = torch.full_like(labels, -100)
+    logprobs, entropy = token_logprobs(hidden, weight, nothing)
+    loss, count = cross_entropy_sum(hidden, weight, nothing)
+    assert (logprobs == 0).all() and (entropy == 0).all() and loss == 0 and count == 0
+    for grad in torch.autograd.grad(logprobs.sum() + loss, (hidden, weight)):
+        assert (grad == 0).all()
+
+
+def test_low_precision_hidden_states_give_fp32_logprobs() -> None:
+    hidden, weight, labels = inputs()
+    logprobs, entropy = token_logprobs(hidden.to(torch.bfloat16), weight, labels)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(logprobs, naive(hidden, weight, labels, 1.0)[0], atol=0.1, rtol=0.05)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 1000])
+def test_cross_entropy_sum_equals_torch_over_all_logits(chunk: int) -> None:
+    hidden, weight, labels = inputs(3)
+    loss, count = cross_entropy_sum(hidden, weight, labels, chunk=chunk)
+    expected = torch.nn.functional.cross_entropy(
+        (hidden @ weight.T).view(-1, V), labels.view(-1), ignore_index=-100, reduction="sum"
+    )
+    assert int(count) == 3 * 7 - 3 - 2 - 1
+    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-6)
+    for a, b in zip(torch.autograd.grad(loss, (hidden, weight)), torch.autograd.grad(expected, (hidden, weight)), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_micro_batches_add_up_to_the_whole_batch() -> None:
+    hidden, weight, labels = inputs()
+    whole, count = cross_entropy_sum(hidden, weight, labels)
+    parts = [cross_entropy_sum(hidden[b : b + 1], weight, labels[b : b + 1]) for b in range(B)]
+    assert sum(int(part_count) for _, part_count in parts) == int(count)
+    split = sum((loss for loss, _ in parts), torch.zeros(()))
+    for a, b in zip(
+        torch.autograd.grad(split / count, (hidden, weight)), torch.autograd.grad(whole / count, (hidden, weight)), strict=True
+    ):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+
+
+class LiveElements(TorchDispatchMode):
+    """Largest tensor that any operation makes, forward and backward."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, Tensor):
+                self.largest = max(self.largest, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("function", [token_logprobs, cross_entropy_sum])
+def test_no_tensor_is_larger_than_one_chunk_of_logits(function) -> None:  # type: ignore[no-untyped-def]
+    chunk, rows, vocab = 16, 256, 512
+    hidden, weight = torch.randn(rows, 4, requires_grad=True), torch.randn(vocab, 4, requires_grad=True)
+    labels = torch.randint(0, vocab, (rows,))
+    with LiveElements() as live:
+        function(hidden, weight, labels, chunk=chunk)[0].sum().backward()
+    assert chunk * vocab <= live.largest <= chunk * vocab + vocab < rows * vocab
+
+
+def test_only_trained_positions_reach_the_head() -> None:
+    labels = torch.full((2, 64), -100)
+    labels[:, 60:] = 5
+    with LiveElements() as live:
+        token_logprobs(torch.randn(2, 64, 4), torch.randn(512, 4), labels)
+    assert live.largest == 8 * 512
+
+
+def test_saved_for_backward_does_not_grow_with_the_vocabulary() -> None:
+    hidden, weight = torch.randn(256, 4, requires_grad=True), torch.randn(512, 4, requires_grad=True)
+    saved: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        token_logprobs(hidden, weight, torch.randint(0, 512, (256,)), chunk=16)
+    assert max(saved, default=0) <= 512 * 4  # the head's weight, never [chunk, V] or [N, V]

@@ -1,0 +1,251 @@
+"""Policy losses against the reference figures, by hand, and where they could go wrong: masks, extremes, micro-batches."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pipeline.maths.metrics import combine
+from pipeline.maths.policy import group_policy_loss, k3, policy_metrics, ppo_policy_loss
+
+FIGURES = Path(__file__).parents[1].parent / "shared" / "data" / "oracle" / "rl_figures.json"
+GROUP: dict[str, Any] = {"clip_eps_low": 0.2, "clip_eps_high": 0.3, "ratio_cap": 1.25, "kl_coef": 0.1}
+PPO: dict[str, Any] = {"clip_eps": 0.2, "kl_coef": 0.1}
+
+
+def figures(name: str) -> dict[str, Any]:
+    if not FIGURES.exists():
+        pytest.skip("reference figures are not beside this checkout")
+    found: dict[str, Any] = json.loads(FIGURES.read_text(encoding="utf-8"))[name]
+    return found
+
+
+def prefix_mask(lengths: list[int], width: int) -> Tensor:
+    return torch.arange(width) < torch.tensor(lengths)[:, None]
+
+
+def ragged(seed: int = 0) -> tuple[list[Tensor], Tensor]:
+    """logprobs (leaf), old, ref, all [4, 6], and a mask with gaps, a full, a short and an empty row."""
+    generator = torch.Generator().manual_seed(seed)
+    old = -torch.rand(4, 6, generator=generator) * 3
+    tensors = [old + torch.randn(4, 6, generator=generator) * 0.4 for _ in range(2)]
+    mask = torch.tensor([[1, 1, 0, 0, 1, 1], [1, 1, 1, 1, 1, 1], [0, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]], dtype=torch.bool)
+    return [tensors[0].requires_grad_(), old, tensors[1]], mask
+
+
+@pytest.mark.parametrize("loss", ["grpo", "cispo"])
+def test_group_losses_equal_the_reference_figures(loss: Any) -> None:
+    data = figures("grpo")
+    logprobs, old, ref = (torch.tensor(data[key], dtype=torch.float64) for key in ("logprobs", "old_logprobs", "ref_logprobs"))
+    got, _ = group_policy_loss(
+        logprobs,
+        old,
+        ref,
+        torch.tensor(data["advantages"], dtype=torch.float64),
+        prefix_mask(data["lengths"], logprobs.shape[1]),
+        loss=loss,
+        clip_eps_low=data["clip_eps"],
+        clip_eps_high=data["clip_eps"],
+        ratio_cap=data["clip_eps_high"],
+        kl_coef=data["beta"],
+        num_sequences=len(logprobs),
+    )
+    assert float(got) == pytest.approx(data[loss], abs=1e-12)
+
+
+def test_ppo_loss_and_metrics_equal_the_reference_figures() -> None:
+    data = figures("ppo")
+    logprobs, old, ref, advantages = (
+        torch.tensor(data[key], dtype=torch.float64) for key in ("logprobs", "old_logprobs", "ref_logprobs", "whitened")
+    )
+    mask = prefix_mask(data["lengths"], logprobs.shape[1])
+    loss, metrics = ppo_policy_loss(
+        logprobs, old, ref, advantages, mask, clip_eps=data["clip_eps"], kl_coef=0.0, num_tokens=int(mask.sum())
+    )
+    assert loss.item() == pytest.approx(data["policy_loss_without_kl"], abs=1e-12)
+    means = combine([metrics])
+    for name in ("approx_kl", "clip_frac", "ref_kl"):
+        assert means[name] == pytest.approx(data[name], abs=1e-12), name
+
+
+def test_group_reduction_is_a_mean_per_completion_then_a_mean_of_completions() -> None:
+    # On the first update (ratio 1) without KL a token's grpo loss is -A. Completion 1: 2 tokens, loss 1 each; completion 2:
+    # 6 tokens, loss 3 each: (1 + 3) / 2 = 2.0, where a token mean would give (2 * 1 + 6 * 3) / 8 = 2.5.
+    logprobs = -torch.ones(2, 6)
+    loss, _ = group_policy_loss(
+        logprobs,
+        logprobs,
+        logprobs,
+        torch.tensor([-1.0, -3.0]),
+        prefix_mask([2, 6], 6),
+        loss="grpo",
+        num_sequences=2,
+        **GROUP | {"kl_coef": 0.0},
+    )
+    assert loss.item() == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "value", "gradient"),
+    [
+        (2.0, 1.2, -2.4, -2.4),  # inside [0.8, 1.3]: -r A, gradient -r A
+        (2.0, 1.4, -2.6, 0.0),  # above with A > 0: clipped at 1.3
+        (2.0, 0.5, -1.0, -1.0),  # below with A > 0: the minimum keeps the pessimistic unclipped value
+        (-2.0, 0.5, 1.6, 0.0),  # below with A < 0: clipped at 0.8
+        (-2.0, 1.4, 2.8, 2.8),  # above with A < 0: unclipped
+    ],
+)
+def test_grpo_clips_by_hand(advantage: float, ratio: float, value: float, gradient: float) -> None:
+    old = torch.full((1, 1), -2.0)
+    logprobs = (old + math.log(ratio)).requires_grad_()
+    loss, _ = group_policy_loss(
+        logprobs,
+        old,
+        logprobs.detach(),
+        torch.tensor([advantage]),
+        torch.ones(1, 1, dtype=torch.bool),
+        loss="grpo",
+        num_sequences=1,
+        **GROUP,
+    )
+    assert loss.item() == pytest.approx(value, abs=1e-5)
+    assert float(torch.autograd.grad(loss, logprobs)[0]) == pytest.approx(gradient, abs=1e-5)
+
+
+@pytest.mark.parametrize(("ratio", "weight"), [(0.01, 0.01), (1.0, 1.0), (1.2, 1.2), (4.0, 1.25)])
+def test_cispo_caps_the_weight_but_keeps_every_gradient(ratio: float, weight: float) -> None:
+    old = torch.full((1, 1), -2.0)
+    logprobs = (old + math.log(ratio)).requires_grad_()
+    loss, metrics = group_policy_loss(
+        logprobs,
+        old,
+        logprobs.detach(),
+        torch.tensor([-3.0]),
+        torch.ones(1, 1, dtype=torch.bool),
+        loss="cispo",
+        num_sequences=1,
+        **GROUP,
+    )
+    assert loss.item() == pytest.approx(3 * weight * logprobs.item(), abs=1e-4)
+    assert float(torch.autograd.grad(loss, logprobs)[0]) == pytest.approx(3 * weight, abs=1e-5)
+    assert float(metrics["clip_frac"]) == float(ratio > 1.25)
+
+
+@pytest.mark.parametrize("loss", ["grpo", "cispo"])
+def test_first_update_is_the_policy_gradient_and_all_estimators_are_zero(loss: Any) -> None:
+    (logprobs, _, _), mask = ragged()
+    advantages = torch.tensor([1.0, -2.0, 0.5, 9.0])
+    value, metrics = group_policy_loss(
+        logprobs, logprobs.detach(), logprobs.detach(), advantages, mask, loss=loss, num_sequences=3, **GROUP
+    )
+    (grad,) = torch.autograd.grad(value, logprobs)
+    expected = torch.where(mask, -advantages[:, None] / mask.sum(-1, keepdim=True).clamp(min=1) / 3, 0.0)
+    torch.testing.assert_close(grad, expected, atol=1e-6, rtol=0)
+    means = combine([metrics])
+    assert means.pop("ratio_max") == 1.0
+    assert all(value == 0 for value in means.values()), means
+
+
+def losses(
+    name: str, tensors: list[Tensor], mask: Tensor, rows: slice | list[int] = slice(None)
+) -> tuple[Tensor, dict[str, Tensor]]:
+    logprobs, old, ref = (tensor[rows] for tensor in tensors)
+    if name == "ppo":
+        advantages = torch.linspace(-2, 2, 24).view(4, 6)[rows]
+        return ppo_policy_loss(logprobs, old, ref, advantages, mask[rows], num_tokens=11, **PPO)
+    loss: Any = name
+    advantages = torch.tensor([1.0, -2.0, 0.5, 9.0])[rows]
+    return group_policy_loss(logprobs, old, ref, advantages, mask[rows], loss=loss, num_sequences=3, **GROUP)
+
+
+@pytest.mark.parametrize("name", ["grpo", "cispo", "ppo"])
+def test_masked_positions_have_no_influence(name: str) -> None:
+    tensors, mask = ragged()
+    clean, clean_metrics = losses(name, tensors, mask)
+    (clean_grad,) = torch.autograd.grad(clean, tensors[0])
+    for bad in (math.nan, math.inf, -math.inf, 1e30):
+        spoiled = [torch.where(mask, tensor.detach(), bad) for tensor in tensors]
+        spoiled[0].requires_grad_()
+        loss, metrics = losses(name, spoiled, mask)
+        torch.testing.assert_close(loss, clean)
+        torch.testing.assert_close(torch.autograd.grad(loss, spoiled[0])[0], clean_grad)
+        assert combine([metrics]) == combine([clean_metrics])
+
+
+@pytest.mark.parametrize("name", ["grpo", "cispo", "ppo"])
+def test_micro_batches_add_up(name: str) -> None:
+    tensors, mask = ragged()
+    whole, whole_metrics = losses(name, tensors, mask)
+    parts = [losses(name, tensors, mask, rows) for rows in ([1], [0, 3], [2])]
+    split = sum((loss for loss, _ in parts), torch.zeros(()))
+    torch.testing.assert_close(split, whole)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, tensors[0])[0] for loss in (split, whole)), atol=1e-7, rtol=1e-5)
+    assert combine([metrics for _, metrics in parts]) == pytest.approx(combine([whole_metrics]), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["grpo", "cispo", "ppo"])
+def test_nothing_in_the_mask_is_zero_with_zero_gradient(name: str) -> None:
+    tensors, mask = ragged()
+    loss, metrics = losses(name, tensors, torch.zeros_like(mask))
+    assert loss.item() == 0 and all(value == 0 for value in combine([metrics]).values())
+    assert (torch.autograd.grad(loss, tensors[0])[0] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["grpo", "cispo", "ppo"])
+def test_extreme_logprobs_stay_finite(name: str) -> None:
+    tensors, mask = ragged()
+    for shift in (-1000.0, 1000.0):
+        logprobs = (tensors[0].detach() + shift).requires_grad_()
+        loss, metrics = losses(name, [logprobs, *tensors[1:]], mask)
+        assert torch.isfinite(loss)
+        assert torch.isfinite(torch.autograd.grad(loss, logprobs)[0]).all()
+        assert all(math.isfinite(value) for value in combine([metrics]).values())
+
+
+def test_estimators_by_hand() -> None:
+    # current minus old = ln 2 and -ln 2; reference minus current = ln 3 and 0
+    two, three = math.log(2), math.log(3)
+    logprobs = torch.tensor([[-1.0, -2.0]])
+    old = logprobs - torch.tensor([[two, -two]])
+    ref = logprobs + torch.tensor([[three, 0.0]])
+    means = combine([policy_metrics(logprobs, old, ref, torch.ones(1, 2, dtype=torch.bool), ratio_bounds=(0.4, 1.5))])
+    assert means == pytest.approx(
+        {
+            "approx_kl": 0.5 * two**2,
+            "approx_kl_k1": 0.0,
+            "approx_kl_k3": ((2 - two - 1) + (0.5 + two - 1)) / 2,
+            "ref_kl": (3 - three - 1) / 2,
+            "ref_kl_k1": -three / 2,
+            "clip_frac": 0.5,  # 2.0 lies above 1.5, 0.5 inside
+            "ratio_max": 2.0,
+        },
+        abs=1e-6,
+    )
+
+
+def test_estimators_approach_the_true_divergences() -> None:
+    """Over all outcomes, weighted by the sampling policy, k1 and k3 are exactly KL(p || q)."""
+    p, q = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64), torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
+    divergence = float((p * (p / q).log()).sum())
+    log_ratio = (q / p).log()
+    assert float((p * k3(log_ratio)).sum()) == pytest.approx(divergence, abs=1e-12)
+    assert float((p * -log_ratio).sum()) == pytest.approx(divergence, abs=1e-12)
+
+
+@given(st.floats(-1000, 1000))
+def test_k3_is_non_negative_finite_and_pulls_back(d: float) -> None:
+    log_ratio = torch.tensor(d, dtype=torch.float64, requires_grad=True)
+    value = k3(log_ratio)
+    (slope,) = torch.autograd.grad(value, log_ratio)
+    assert math.isfinite(value.item()) and value.item() >= 0
+    assert abs(float(slope)) <= math.exp(5) - 1 + 1e-9
+    if abs(d) > 1e-6:
+        assert value.item() > 0 and slope.item() * d > 0
+    if d <= 5:
+        assert value.item() == pytest.approx(math.exp(d) - d - 1, abs=1e-12)

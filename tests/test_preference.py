@@ -1,0 +1,84 @@
+"""DPO and Bradley-Terry losses by hand, against the reference figures and across micro-batches."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.maths.metrics import combine
+from pipeline.maths.preference import bradley_terry_loss, dpo_loss
+
+FIGURES = Path(__file__).parents[1].parent / "shared" / "data" / "oracle" / "rl_figures.json"
+
+
+def test_dpo_worked_value() -> None:
+    # policy (-2, -3), reference (-2.5, -2.8): (0.5) - (-0.2) = 0.7; -log sigmoid(0.15 * 0.7) = 0.642
+    loss, metrics = dpo_loss(torch.tensor([-2.0, -3.0]), torch.tensor([-2.5, -2.8]), beta=0.15, num_pairs=1)
+    assert loss.item() == pytest.approx(math.log(1 + math.exp(-0.105)), abs=1e-6)
+    assert loss.item() == pytest.approx(0.642, abs=5e-4)
+    expected = {
+        "accuracy": 1.0,
+        "margin": 0.105,
+        "chosen_reward": 0.075,
+        "rejected_reward": -0.03,
+        "chosen_logprob": -2.0,
+        "rejected_logprob": -3.0,
+    }
+    assert combine([metrics]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_dpo_starts_at_ln_2_with_a_gradient() -> None:
+    logprobs = torch.tensor([-5.0, -7.0, -6.0, -2.0], requires_grad=True)
+    loss, metrics = dpo_loss(logprobs, logprobs.detach(), beta=0.15, num_pairs=2)
+    assert loss.item() == pytest.approx(math.log(2))
+    (grad,) = torch.autograd.grad(loss, logprobs)
+    torch.testing.assert_close(grad, torch.tensor([-1.0, -1.0, 1.0, 1.0]) * 0.15 / 2 / 2)  # sigmoid(0) = 1/2, two pairs
+    assert combine([metrics])["accuracy"] == 0.5
+
+
+@pytest.mark.skipif(not FIGURES.exists(), reason="reference figures are not beside this checkout")
+def test_dpo_equals_the_reference_figures() -> None:
+    figures = json.loads(FIGURES.read_text(encoding="utf-8"))["dpo"]
+    mask = torch.tensor(figures["loss_mask"], dtype=torch.float64)
+    logprobs, reference = (
+        (torch.tensor(figures[key], dtype=torch.float64) * mask).sum(-1) for key in ("logprobs", "ref_logprobs")
+    )
+    loss, metrics = dpo_loss(logprobs, reference, beta=figures["beta"], num_pairs=2)
+    assert loss.item() == pytest.approx(figures["loss"], abs=1e-12)
+    assert float(metrics["margin"]) == pytest.approx(figures["beta"] * sum(figures["logits"]), abs=1e-12)
+
+
+def test_bradley_terry_by_hand() -> None:
+    # margins 2, -1, 0
+    loss, metrics = bradley_terry_loss(torch.tensor([3.0, 0.0, 1.0, 1.0, 1.0, 1.0]), num_pairs=3)
+    expected = sum(math.log(1 + math.exp(-margin)) for margin in (2, -1, 0)) / 3
+    assert loss.item() == pytest.approx(expected, abs=1e-6)
+    assert combine([metrics]) == pytest.approx({"accuracy": 0.5, "margin": 1 / 3})
+
+
+def test_extreme_margins_stay_finite() -> None:
+    scores = torch.tensor([-500.0, 500.0], requires_grad=True)
+    loss, _ = bradley_terry_loss(scores, num_pairs=1)
+    assert loss.item() == pytest.approx(1000.0)
+    (grad,) = torch.autograd.grad(loss, scores)
+    torch.testing.assert_close(grad, torch.tensor([-1.0, 1.0]))
+
+
+def test_micro_batches_add_up() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logprobs = torch.randn(10, generator=generator, requires_grad=True)
+    reference = torch.randn(10, generator=generator)
+    whole, whole_metrics = dpo_loss(logprobs, reference, beta=0.3, num_pairs=5)
+    rows = [[0, 1, 2, 5, 6, 7], [3, 8], [4, 9]]  # chosen then rejected rows of pairs {0,1,2}, {3}, {4}
+    parts = [dpo_loss(logprobs[part], reference[part], beta=0.3, num_pairs=5) for part in rows]
+    split = sum((loss for loss, _ in parts), torch.zeros(()))
+    torch.testing.assert_close(split, whole)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, logprobs)[0] for loss in (split, whole)))
+    assert combine([metrics for _, metrics in parts]) == pytest.approx(combine([whole_metrics]), rel=1e-5)
+
+
+def test_combine_of_nothing() -> None:
+    assert combine([]) == {}
+    assert combine([{"count": torch.tensor(0.0), "a": torch.tensor(0.0), "b_max": torch.tensor(0.0)}]) == {"a": 0.0, "b_max": 0.0}
