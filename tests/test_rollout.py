@@ -245,6 +245,8 @@ def test_draw_inverts_the_cumulative_distribution() -> None:
     torch.testing.assert_close(logprobs, expected, atol=1e-6, rtol=0)
     # temperature 1/2 squares them: 4/6, 0, 1/6, 1/6 -> cumulative 0.667, 0.667, 0.833, 1
     assert draw(logits, 0.5, uniform)[0].tolist() == [0, 0, 0, 2, 2, 3]
+    # an id of probability 0 is never drawn, not even the first one at uniform 0
+    assert draw(torch.tensor([[0.0, 1.0]]).log(), 1.0, torch.zeros(1, dtype=torch.float64))[0].tolist() == [1]
     ids, logprobs = draw(logits[:1], 0.5, None)
     assert ids.tolist() == [0]
     torch.testing.assert_close(logprobs, torch.tensor([math.log(4 / 6)]), atol=1e-6, rtol=0)
