@@ -107,7 +107,11 @@ def _conversations(human: list[str], assistant: list[str], odd: bool = False) ->
     return st.lists(st.one_of(person, model), min_size=1, max_size=5)
 
 
-TOOLS = st.one_of(st.none(), st.lists(st.dictionaries(_joined(PLAIN), JSON, max_size=3), max_size=2))
+def _tools(fragments: list[str]) -> st.SearchStrategy[list[dict[str, Any]] | None]:
+    return st.none() | st.lists(st.dictionaries(_joined(PLAIN), JSON | _joined(fragments), max_size=3), max_size=2)
+
+
+TOOLS = _tools(PLAIN)
 PROMPTS = st.sampled_from([(False, False), (True, False), (True, True), (True, 1)])
 
 
@@ -143,6 +147,13 @@ def test_rendering_of_written_out_samples() -> None:
         '<|im_start|>assistant\n<think>\na\n</think>\n\nb\n<tool_call>\n{"name": "f", "arguments": {"x": "计"}}\n</tool_call>'
         "<|im_end|>\n<|im_start|>assistant\n<think>\n"
     )
+    # a closing tag alone, and the last opening tag, bound the reasoning
+    for content in ("a</think>b", "x<think>y<think>\na\n</think>b"):
+        assert render_chat([{"role": "assistant", "content": content}]) == f"{HEADER}<think>\na\n</think>\n\nb<|im_end|>\n"
+    # content of newlines alone vanishes, yet still separates a call
+    blank = {"role": "assistant", "content": "\n", "tool_calls": [{"name": "f", "arguments": "{}"}]}
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    assert render_chat([blank]) == f"{HEADER}{EMPTY}\n{call}<|im_end|>\n"
     # reasoning_content, even when empty, leaves the content alone
     kept = {"role": "assistant", "content": "\na</think>b", "reasoning_content": ""}
     assert render_chat([kept]) == "<|im_start|>assistant\n<think>\n\n</think>\n\na</think>b<|im_end|>\n"
@@ -179,7 +190,7 @@ def test_ids_equal_those_of_the_rendered_text(
 
 
 @NO_DEADLINE
-@given(messages=_conversations(PLAIN + CONTROLS, THINKS), tools=TOOLS)
+@given(messages=_conversations(PLAIN + CONTROLS, THINKS), tools=_tools(PLAIN + CONTROLS))
 def test_nobody_but_the_template_writes_turn_tokens(
     encoder: ChatEncoder, tokenizer: Tokenizer, messages: list[dict], tools: list[dict] | None
 ) -> None:
