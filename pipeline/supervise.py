@@ -25,8 +25,8 @@ from types import FrameType
 from pipeline.errors import HeldError, OutOfMemoryError, PipelineError
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Not SIGTERM: when a whole process group is terminated, the parent's death follows the group's signal within
-# milliseconds, and would count as the second signal that stops without saving.
+# Not SIGTERM: when a whole process group is terminated, the parent's death comes within milliseconds of the group's signal,
+# and would count as the second signal that stops without saving.
 PARENT_DIED = signal.SIGUSR1
 GRACE_S = 25.0
 _PR_SET_PDEATHSIG = 1
@@ -61,6 +61,7 @@ class StopSignals:
         self.deferred = False
         self.on_abort: Callable[[int, str], None] | None = None
         self._grace_s = grace_s
+        self._signalled = False
         self._timer: threading.Timer | None = None
         self._previous: dict[int, signal.Handlers | Callable[[int, FrameType | None], object] | int | None] = {}
 
@@ -81,12 +82,17 @@ class StopSignals:
             signal.signal(signum, handler)
 
     def _on_parent_death(self, signum: int, frame: FrameType | None) -> None:
-        if self.requested is None:
-            self._on_signal(signal.SIGTERM, frame)
+        self._request(signal.SIGTERM)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        if self.requested is not None:
+        if self._signalled:
             self._end_now()
+        self._signalled = True
+        self._request(signum)
+
+    def _request(self, signum: int) -> None:
+        if self.requested is not None:
+            return
         self.requested = signum
         self._timer = threading.Timer(self._grace_s, self._end_now)
         self._timer.daemon = True
