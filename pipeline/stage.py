@@ -5,8 +5,6 @@ with stage_run("grpo", params={"grpo": ...}, inputs=["checkpoints/full_sft.pth"]
     ...
     run.log(step, metrics)
     run.checkpoint(step, make_state)
-    ...
-    run.finish(summary, plot_every=10)
 """
 
 import os
@@ -23,7 +21,6 @@ import pipeline
 from pipeline.params.schema import Runtime
 from pipeline.supervise import Stopped, StopSignals, exit_on_error, explain, hold, now_s
 from pipeline.tracking.console import ProgressBar
-from pipeline.tracking.curves import write_curve, write_metrics
 from pipeline.tracking.description import run_name, run_tags
 from pipeline.tracking.recorder import JsonLines, Recorder
 from pipeline.tracking.run_folder import RunFolder, digest, digests, open_run_folder, read_json, run_key, write_json
@@ -98,13 +95,10 @@ class StageRun:
         """A progress bar over `total` steps, as `runtime.progress` wants it."""
         return ProgressBar(self.stage, total, mode=self._runtime.progress, done=self.resumed_step)
 
-    def finish(
-        self, summary: Mapping[str, float], *, plot_every: int | None = None, plot_keys: Sequence[str] | None = None
-    ) -> None:
-        """Writes `metrics/<stage>.json`, and with `plot_every` also `plots/<stage>.csv`."""
-        write_metrics(self.root / "metrics" / f"{self.stage}.json", summary)
-        if plot_every is not None:
-            write_curve(self.root / "plots" / f"{self.stage}.csv", self.folder.metrics, every=plot_every, keys=plot_keys)
+    def announce(self, line: str) -> None:
+        """Prints one lasting line on stderr: a warning, or what comes next in a long phase."""
+        if self._runtime.progress != "off":
+            print(f"{self.stage}: {line}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Makes the records durable."""

@@ -32,7 +32,9 @@ def load_params(path: Path | str = "params.yaml") -> Params:
     Raises:
         ParamsError: one line per fault: the dotted path, what was given, what is allowed, the nearest valid name.
     """
-    return parse_params(read_yaml(Path(path)), str(path))
+    params = parse_params(read_yaml(Path(path)), str(path))
+    check_files(params, Path(path).absolute().parent)
+    return params
 
 
 def parse_params(tree: Any, source: str = "params.yaml") -> Params:
@@ -43,6 +45,32 @@ def parse_params(tree: Any, source: str = "params.yaml") -> Params:
         return Params.model_validate(tree)
     except ValidationError as error:
         raise ParamsError(*(f"{source}: {_line(fault)}" for fault in error.errors())) from None
+
+
+def check_files(params: Params, root: Path) -> None:
+    """Checks that what `init_from` and `external` name exists below `root/external`, where DVC hashes it.
+
+    Raises:
+        ParamsError: one line per path that leaves external/, is absent, or is a file instead of a folder or the reverse.
+    """
+    named = {
+        "tokenizer.init_from": (params.tokenizer.init_from, "folder"),
+        "pretrain.init_from": (params.pretrain.init_from, "file"),
+        "full_sft.init_from": (params.full_sft.init_from, "file"),
+        "reward.external": (params.reward.external, "folder"),
+    }
+    faults = []
+    for key, (given, kind) in named.items():
+        if given is None:
+            continue
+        path = Path(given)
+        target = root / "external" / path
+        if given in ("", ".", "None") or path.is_absolute() or ".." in path.parts:
+            faults.append(f"{key}={given!r}: must be null or a path relative to external/, without `..`")
+        elif not (target.is_file() if kind == "file" else target.is_dir()):
+            faults.append(f"{key}={given!r}: no such {kind}: external/{given}; put it there, or write null")
+    if faults:
+        raise ParamsError(*(f"params.yaml: {fault}" for fault in faults))
 
 
 def _line(fault: Any) -> str:

@@ -107,15 +107,20 @@ class Optimizer(Section):
 
 class Supervised(Optimizer):
     accumulation_steps: Positive
-    max_seq_len: Annotated[int, Field(ge=8)]
     val_every: Positive
 
 
-class Pretrain(Supervised):
+class Encoded(Supervised):
+    """A supervised stage with a set of its own, whose rows `encode` cuts or refuses by their length in tokens."""
+
+    max_seq_len: Annotated[int, Field(ge=8)]
+
+
+class Pretrain(Encoded):
     init_from: str | None
 
 
-class Chat(Supervised):
+class Chat(Encoded):
     """Supervised chat training; both augmentations are drawn once per row and epoch."""
 
     system_prompt_frac: Frac
@@ -135,12 +140,14 @@ class Lora(Chat):
     ]
 
 
-class Dpo(Supervised):
+class Dpo(Encoded):
     beta: PositiveFloat
     drop_empty_think_frac: Frac
 
 
 class Reward(Supervised):
+    """Trains on dpo's encoded pairs, so it has no length of its own."""
+
     external: str | None
 
 
@@ -153,6 +160,7 @@ class Sampling(Optimizer):
     thinking_ratio: Frac
     micro_batch_size: Positive
     kl_coef: Weight
+    system_prompt_frac: Frac
     sample_every: Positive
 
 
@@ -238,6 +246,7 @@ class Eval(Section):
     seed: Count
     panel_rows: Positive
     temperature: PositiveFloat
+    thinking_ratio: Frac
     max_new_tokens: Positive
     max_turns: Positive
     batch_size: Positive
@@ -277,25 +286,17 @@ class Params(Section):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         window = self.model.max_position_embeddings
-        for name in ("pretrain", "full_sft", "lora", "dpo", "reward"):
+        for name in ("pretrain", "full_sft", "lora", "dpo"):
             length = getattr(self, name).max_seq_len
             if length > window:
                 raise ValueError(f"{name}.max_seq_len={length}: must be <= model.max_position_embeddings={window}")
-        if self.reward.max_seq_len < self.dpo.max_seq_len:
-            raise ValueError(
-                f"reward.max_seq_len={self.reward.max_seq_len}: must be >= dpo.max_seq_len={self.dpo.max_seq_len}, "
-                "both stages read the same encoded pairs"
-            )
         for name in ("ppo", "grpo"):
             section = getattr(self, name)
             length = section.max_prompt_len + section.max_new_tokens
             if length > window:
                 raise ValueError(
-                    f"{name}.max_prompt_len + {name}.max_new_tokens = {length}: must be <= "
-                    f"model.max_position_embeddings={window}"
+                    f"{name}.max_prompt_len + {name}.max_new_tokens = {length}: must be <= model.max_position_embeddings={window}"
                 )
         if self.agent.max_total_len > window:
-            raise ValueError(
-                f"agent.max_total_len={self.agent.max_total_len}: must be <= model.max_position_embeddings={window}"
-            )
+            raise ValueError(f"agent.max_total_len={self.agent.max_total_len}: must be <= model.max_position_embeddings={window}")
         return self

@@ -96,6 +96,10 @@ class Tokenizer:
         """Text of the ids; bytes that are not UTF-8 become U+FFFD. Think and tool tags stay visible either way."""
         return self._full.decode(ids, skip_special_tokens=skip_special)
 
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """Text of the ids with every control token visible, for tables that people read."""
+        return self.decode(ids, skip_special=False)
+
 
 def train_tokenizer(texts: Iterable[str], folder: Path, *, vocab_size: int, split_digits: bool) -> None:
     """Trains byte-level BPE on the texts and writes its files to `folder`.

@@ -1,0 +1,108 @@
+"""Opens the panel and every checkpoint of the lineage, and measures each model that is not in the cache."""
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from pipeline.checkpoint import load_lora_model, load_model, load_reward_model
+from pipeline.data.batches import PairBatches, SupervisedBatches
+from pipeline.data.prepared import iter_prepared
+from pipeline.data.prompts import PromptSet, PromptTask
+from pipeline.evaluation.panel import Examiner, Panel, RowValues, questions_of
+from pipeline.evaluation.results import cached
+from pipeline.model.config import ModelConfig
+from pipeline.model.lora import merge_lora
+from pipeline.model.transformer import CausalLM
+from pipeline.params.schema import Eval, Params
+from pipeline.rewards.scoring import CompletionScorer
+from pipeline.text.chat import ChatEncoder
+from pipeline.text.tokenizer import Tokenizer, load_tokenizer
+from pipeline.tracking.run_folder import digests
+from pipeline.training.device import Device, open_device
+from pipeline.training.objectives import RewardModelling
+from pipeline.training.policy_setup import open_reward_model
+
+DATA, CHECKPOINTS = Path("data"), Path("checkpoints")
+MODELS = ("pretrain", "full_sft", "lora", "dpo", "reward", "ppo", "grpo", "agent")
+TEXT_BATCH, PAIR_BATCH = 32, 32
+
+
+def measure_all(params: Params, deps: Sequence[str], cache: Path, *, announce: Callable[[str], None]) -> dict[str, RowValues]:
+    """Row values by model, measured or from the cache.
+
+    Args:
+        deps: what stage eval declares; all of it but the other models' checkpoints identifies a measurement.
+        cache: scratch folder.
+        announce: told about each model before it is measured.
+    """
+    device = open_device(params.runtime)
+    tokenizer = load_tokenizer(DATA / "tokenizer")
+    known = digests(Path.cwd(), deps)
+    panel_identity = {name: digest for name, digest in known.items() if not name.startswith(("checkpoints/", "plots/"))} | {
+        name: known[name] for name in ("checkpoints/reward.pth", "checkpoints/reward.json")
+    }
+    code = (DATA / "code" / "eval.json").read_text(encoding="utf-8")
+    settings = params.eval.model_dump_json() + params.rewards.model_dump_json()
+    config = load_model(CHECKPOINTS / "full_sft.pth").config
+    score = CompletionScorer(
+        params.rewards, open_reward_model(CHECKPOINTS / "reward.pth", params.reward.external, tokenizer, device)
+    )
+    panel = open_panel(params.eval, tokenizer, config)
+    examiner = Examiner(panel, params.eval, tokenizer, ChatEncoder(tokenizer), score, device)
+    measured = {}
+    for name in MODELS:
+        names = [name, "full_sft"] if name == "lora" else [name]
+        own = {path: known[path] for n in names for path in (f"checkpoints/{n}.pth", f"checkpoints/{n}.json")}
+        identity = json.dumps([own, panel_identity, settings, code], sort_keys=True)
+        announce(f"{name}: {panel.size()} held-out rows")
+        measured[name] = cached(cache, identity, partial(measure_one, name, examiner, device))
+    return measured
+
+
+def measure_one(name: str, examiner: Examiner, device: Device) -> RowValues:
+    """Row values of one checkpoint; the reward model has only preference accuracy."""
+    digest = examiner.tokenizer.digest
+    if name == "reward":
+        model = device.prepare(load_reward_model(CHECKPOINTS / "reward.pth", tokenizer_digest=digest))
+        return examiner.score_values(RewardModelling(model, device))
+    return examiner.measure(device.prepare(open_policy(name, digest)))
+
+
+def open_policy(name: str, tokenizer_digest: str) -> CausalLM:
+    """A language model of the lineage; adapters are merged into their base."""
+    if name == "lora":
+        model = load_lora_model(CHECKPOINTS / "full_sft.pth", CHECKPOINTS / "lora.pth", tokenizer_digest=tokenizer_digest)
+        merge_lora(model)
+        return model
+    return load_model(CHECKPOINTS / f"{name}.pth", tokenizer_digest=tokenizer_digest)
+
+
+def open_panel(params: Eval, tokenizer: Tokenizer, config: ModelConfig) -> Panel:
+    """The first `panel_rows` held-out rows of each task that fit the models' context."""
+    encoder = ChatEncoder(tokenizer)
+    room = config.max_position_embeddings - params.max_new_tokens
+    return Panel(
+        SupervisedBatches(DATA / "encoded/pretrain/held_out.arrow", batch_size=TEXT_BATCH, seed=params.seed, tokenizer=tokenizer),
+        PairBatches(DATA / "encoded/dpo/held_out.arrow", batch_size=PAIR_BATCH, seed=params.seed, tokenizer=tokenizer),
+        questions_of(list(iter_prepared(DATA / "prepared/full_sft", "held_out")), encoder, params.panel_rows),
+        held_out_tasks("rlaif", params, tokenizer, room, params.thinking_ratio),
+        held_out_tasks("agent", params, tokenizer, room, 0.0),
+    )
+
+
+def held_out_tasks(name: str, params: Eval, tokenizer: Tokenizer, room: int, thinking_ratio: float) -> list[PromptTask]:
+    """Held-out prompts of a set; the seed decides which of them ask for thinking."""
+    prompts = PromptSet(
+        DATA / "prepared" / name,
+        "held_out",
+        batch_size=1,
+        seed=params.seed,
+        tokenizer=tokenizer,
+        max_prompt_len=room,
+        max_dropped_frac=1.0,
+        thinking_ratio=thinking_ratio,
+    )
+    tasks = (task for index in range(prompts.batches_per_epoch) for task in prompts.batch(0, index))
+    return list(islice(tasks, params.panel_rows))

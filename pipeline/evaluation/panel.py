@@ -1,0 +1,194 @@
+"""The held-out panel and what one model does on it, row by row. Definitions for users: docs/evaluation.md."""
+
+import math
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pipeline.data.batches import PairBatches, SupervisedBatches
+from pipeline.data.prompts import PromptTask
+from pipeline.maths.logprobs import token_logprobs
+from pipeline.model.transformer import CausalLM
+from pipeline.params.schema import Eval
+from pipeline.rewards.scoring import CompletionScorer, solved
+from pipeline.rollout.episodes import run_episodes
+from pipeline.rollout.records import RolloutEngine, StopReason, Trajectory
+from pipeline.rollout.torch_engine import TorchRolloutEngine
+from pipeline.text.chat import ChatEncoder
+from pipeline.text.tokenizer import Tokenizer
+from pipeline.training.device import Device
+from pipeline.training.objectives import RewardModelling
+from pipeline.training.updater import seed_for
+
+RowValues = dict[str, list[float]]
+"""Per-row values by metric; `bits` and `bytes` belong together (their ratio is bits_per_byte)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A single-turn held-out question with its reference answer."""
+
+    prompt_ids: list[int]
+    reference: str
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """The rows every model is measured on."""
+
+    text: SupervisedBatches
+    pairs: PairBatches
+    questions: list[Question]
+    prompts: list[PromptTask]
+    tasks: list[PromptTask]
+
+    def size(self) -> int:
+        """Rows of the generated tasks."""
+        return len(self.questions) + len(self.prompts) + len(self.tasks)
+
+
+def questions_of(rows: Sequence[dict[str, Any]], encoder: ChatEncoder, limit: int) -> list[Question]:
+    """The first `limit` single-turn chats without system message, tools or reasoning: those that have one right form."""
+    chosen = [
+        row["conversations"]
+        for row in rows
+        if [message["role"] for message in row["conversations"]] == ["user", "assistant"]
+        and not row["tools"]
+        and not row["conversations"][1].get("reasoning_content")
+    ]
+    return [Question(encoder.encode_prompt(chat[:1]), chat[1]["content"]) for chat in chosen[:limit]]
+
+
+def normalised(text: str) -> str:
+    """Text for exact match: NFKC, lower case, white space collapsed, closing punctuation removed."""
+    return " ".join(unicodedata.normalize("NFKC", text).lower().split()).rstrip(".!?。！？ ")
+
+
+@dataclass(slots=True)
+class Examiner:
+    """Measures models on one panel; holds what does not change from model to model."""
+
+    panel: Panel
+    params: Eval
+    tokenizer: Tokenizer
+    encoder: ChatEncoder
+    score: CompletionScorer
+    device: Device
+
+    def measure(self, model: CausalLM) -> RowValues:
+        """Every generative metric of one language model."""
+        model.eval()
+        engine = TorchRolloutEngine(
+            model,
+            stop_ids=[self.tokenizer.eos_id],
+            pad_id=self.tokenizer.pad_id,
+            max_rows=self.params.batch_size,
+            autocast_dtype=self.device.autocast_dtype,
+        )
+        with torch.inference_mode():
+            values = self.text_values(model) | {"preference_accuracy": self.preference_values(model)}
+        return values | self.question_values(engine) | self.reward_values(engine) | self.tool_values(engine)
+
+    def text_values(self, model: CausalLM) -> RowValues:
+        """Bits of each held-out document window and its UTF-8 bytes."""
+        bits: list[float] = []
+        sizes: list[float] = []
+        for batch in self.panel.text.in_order():
+            labels = batch.labels.to(self.device.device)
+            with self.device.autocast():
+                hidden = model.hidden(batch.input_ids.to(self.device.device))
+            logprobs, _ = token_logprobs(hidden, model.lm_head.weight, labels)
+            bits += (-logprobs.double().sum(dim=1) / math.log(2)).tolist()
+            sizes += [float(size) for size in batch.row_bytes]
+        return {"bits": bits, "bytes": sizes}
+
+    def preference_values(self, model: CausalLM) -> list[float]:
+        """1.0 where the chosen answer has the higher total logprob."""
+        correct: list[float] = []
+        for batch in self.panel.pairs.in_order():
+            labels = batch.labels.to(self.device.device)
+            with self.device.autocast():
+                hidden = model.hidden(batch.input_ids.to(self.device.device))
+            logprobs, _ = token_logprobs(hidden, model.lm_head.weight, labels)
+            chosen, rejected = logprobs.sum(dim=1).chunk(2)
+            correct += (chosen > rejected).float().tolist()
+        return correct
+
+    def score_values(self, objective: RewardModelling) -> RowValues:
+        """The reward model's only metric: 1.0 where the chosen answer gets the higher score."""
+        objective.model.eval()
+        correct: list[float] = []
+        with torch.inference_mode():
+            for batch in self.panel.pairs.in_order():
+                chosen, rejected = objective.scores(batch).chunk(2)
+                correct += (chosen > rejected).float().tolist()
+        return {"preference_accuracy": correct}
+
+    def question_values(self, engine: RolloutEngine) -> RowValues:
+        """Exact match of sampled and greedy replies, and whether sampled replies end by themselves."""
+        prompts = [question.prompt_ids for question in self.panel.questions]
+        references = [normalised(question.reference) for question in self.panel.questions]
+        values: RowValues = {}
+        for name, greedy in (("qa_exact", False), ("qa_exact_greedy", True)):
+            completions = engine.generate(
+                prompts,
+                keys=self.keys("qa", len(prompts)),
+                max_new_tokens=self.params.max_new_tokens,
+                temperature=self.params.temperature,
+                greedy=greedy,
+            )
+            replies = [self.tokenizer.decode(done.ids) for done in completions]
+            values[name] = [float(normalised(reply) == ref) for reply, ref in zip(replies, references, strict=True)]
+            if not greedy:
+                values["stops_frac"] = [float(done.stop == StopReason.EOS) for done in completions]
+        return values
+
+    def reward_values(self, engine: RolloutEngine) -> RowValues:
+        """Total reward and every term of sampled replies to the held-out prompts."""
+        tasks = self.panel.prompts
+        trajectories = self.episodes(engine, tasks, "reward", greedy=False, max_turns=1)
+        scored = self.score(tasks, trajectories)
+        names = sorted({name for row in scored for name in row.terms})
+        return {"reward_mean": [row.total for row in scored]} | {
+            f"reward_term_{name}": [row.terms.get(name, 0.0) for row in scored] for name in names
+        }
+
+    def tool_values(self, engine: RolloutEngine) -> RowValues:
+        """Whether the final reply holds every expected answer, and whether calls were made and all valid."""
+        tasks = self.panel.tasks
+        values: RowValues = {}
+        for name, greedy in (("tool_success", False), ("tool_success_greedy", True)):
+            trajectories = self.episodes(engine, tasks, "tool", greedy=greedy, max_turns=self.params.max_turns)
+            values[name] = [float(solved(task, t)) for task, t in zip(tasks, trajectories, strict=True)]
+            if not greedy:
+                values["tool_valid_frac"] = [float(calls_valid(t)) for t in trajectories]
+        return values
+
+    def episodes(
+        self, engine: RolloutEngine, tasks: Sequence[PromptTask], what: str, *, greedy: bool, max_turns: int
+    ) -> list[Trajectory]:
+        return run_episodes(
+            engine,
+            self.encoder,
+            self.tokenizer,
+            tasks,
+            keys=self.keys(what, len(tasks)),
+            max_turns=max_turns,
+            max_new_tokens=self.params.max_new_tokens,
+            max_total_len=10**9,
+            temperature=self.params.temperature,
+            greedy=greedy,
+        )
+
+    def keys(self, what: str, rows: int) -> list[int]:
+        """One seed per row, the same for every model."""
+        return [seed_for(self.params.seed, "eval", what, row) for row in range(rows)]
+
+
+def calls_valid(trajectory: Trajectory) -> bool:
+    """At least one call was made, and none was malformed or failed."""
+    results = [result for turn in trajectory.tool_results for result in turn]
+    return bool(results) and not any(result.is_error for result in results)

@@ -1,0 +1,83 @@
+"""From row values to estimates and verdicts, and the scratch cache that lets only changed models be measured again."""
+
+import json
+from collections.abc import Callable, Mapping
+from hashlib import sha256
+from pathlib import Path
+
+from pipeline.evaluation.panel import RowValues
+from pipeline.evaluation.statistics import Estimate, Verdict, mean, proportion, ratio, verdict
+
+PARENTS = {
+    "full_sft": "pretrain",
+    "lora": "full_sft",
+    "dpo": "full_sft",
+    "reward": "full_sft",
+    "ppo": "full_sft",
+    "grpo": "full_sft",
+    "agent": "full_sft",
+}
+"""Whom each model is compared with: the checkpoint it started from."""
+
+
+METRICS: dict[str, tuple[str, bool]] = {
+    "bits_per_byte": ("bits per UTF-8 byte of held-out text", False),
+    "stops_frac": ("replies that end by themselves", True),
+    "qa_exact": ("replies equal to the reference answer, sampled", True),
+    "qa_exact_greedy": ("replies equal to the reference answer, greedy", True),
+    "preference_accuracy": ("pairs whose chosen answer gets the higher total logprob (reward: score)", True),
+    "reward_mean": ("mean reward of sampled replies", True),
+    "tool_success": ("tool tasks with every expected answer in the final reply, sampled", True),
+    "tool_success_greedy": ("tool tasks with every expected answer in the final reply, greedy", True),
+    "tool_valid_frac": ("tool tasks whose calls were all valid, at least one made", True),
+}
+"""What each metric is, in the report's words, and whether higher is better."""
+
+
+def estimates_of(values: RowValues, confidence: float) -> dict[str, Estimate]:
+    """Estimates by metric: 0/1 rows as proportions, `bits` over `bytes` as a ratio, everything else as a mean."""
+    estimates = {}
+    for name, rows in values.items():
+        if not rows or name == "bytes":
+            continue
+        if name == "bits":
+            estimates["bits_per_byte"] = ratio(rows, values["bytes"], confidence)
+        elif name.startswith("reward_"):
+            estimates[name] = mean(rows, confidence)
+        else:
+            estimates[name] = proportion([row == 1.0 for row in rows], confidence)
+    return estimates
+
+
+def verdicts_of(measured: Mapping[str, RowValues], confidence: float) -> dict[str, dict[str, Verdict]]:
+    """For every model with a measured parent, the paired verdict on each metric that both have."""
+    verdicts: dict[str, dict[str, Verdict]] = {}
+    for model, parent in PARENTS.items():
+        if model not in measured or parent not in measured:
+            continue
+        verdicts[model] = {}
+        for name, (_, higher_is_better) in METRICS.items():
+            rows = "bits" if name == "bits_per_byte" else name  # bytes are the same rows for both
+            if measured[model].get(rows) and measured[parent].get(rows):
+                verdicts[model][name] = verdict(
+                    measured[model][rows], measured[parent][rows], confidence, higher_is_better=higher_is_better
+                )
+    return verdicts
+
+
+def cached(folder: Path, identity: str, measure: Callable[[], RowValues]) -> RowValues:
+    """The row values stored for `identity` (everything that decides them), or newly measured and stored.
+
+    A torn or foreign file counts as absent.
+    """
+    path = folder / f"{sha256(identity.encode()).hexdigest()[:32]}.json"
+    try:
+        stored: RowValues = json.loads(path.read_text(encoding="utf-8"))
+        return stored
+    except (FileNotFoundError, ValueError):
+        values = measure()
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(values, sort_keys=True, allow_nan=False), encoding="utf-8")
+    temporary.replace(path)
+    return values

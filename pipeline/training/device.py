@@ -1,0 +1,67 @@
+"""Where and in which precision a stage computes. Execution only: nothing here may change what is learned."""
+
+import contextlib
+import resource
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from pipeline.errors import ParamsError
+from pipeline.model.transformer import Backbone
+from pipeline.params.schema import Runtime
+
+Model = TypeVar("Model", bound=Backbone)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A torch device with the autocast dtype of its forward passes (None: full fp32)."""
+
+    device: torch.device
+    autocast_dtype: torch.dtype | None
+    gradient_checkpointing: bool
+
+    @contextlib.contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Mixed precision for forward passes; a no-op in fp32."""
+        if self.autocast_dtype is None:
+            yield
+            return
+        with torch.autocast(self.device.type, dtype=self.autocast_dtype):
+            yield
+
+    def prepare(self, model: Model) -> Model:
+        """Moves a model here, with gradient checkpointing as `runtime` wants it."""
+        model.gradient_checkpointing = self.gradient_checkpointing
+        return model.to(self.device)
+
+    def peak_memory_bytes(self) -> int:
+        """Peak device memory on CUDA, peak resident memory of the process on CPU."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        scale = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS, in KiB on Linux
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+def open_device(runtime: Runtime) -> Device:
+    """The device that `runtime` asks for, with threads and deterministic kernels set.
+
+    Raises:
+        ParamsError: CUDA is asked for and absent, or bfloat16 is asked for on a GPU without it.
+    """
+    if runtime.threads:
+        torch.set_num_threads(runtime.threads)
+    if runtime.device == "cuda" and not torch.cuda.is_available():
+        raise ParamsError("runtime.device='cuda': no CUDA device is visible; use 'auto' or 'cpu'")
+    cuda = runtime.device != "cpu" and torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    if cuda:
+        torch.backends.cudnn.benchmark = False
+        torch.backends.cuda.matmul.allow_tf32 = True
+    dtype = {"auto": torch.bfloat16 if cuda else None, "float32": None, "bfloat16": torch.bfloat16}[runtime.dtype]
+    if dtype is not None and cuda and not torch.cuda.is_bf16_supported():
+        raise ParamsError("runtime.dtype='bfloat16': this GPU has no bfloat16; use 'float32'")
+    return Device(device, dtype, runtime.gradient_checkpointing)

@@ -1,0 +1,84 @@
+"""Sample tables of the supervised stages: the same held-out prompts at every validation, answered greedily."""
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.data.batches import PairBatches, SupervisedBatches
+from pipeline.data.prepared import iter_prepared
+from pipeline.rollout.records import RolloutEngine
+from pipeline.text.chat import ChatEncoder
+from pipeline.text.tokenizer import Tokenizer
+from pipeline.training.objectives import RewardModelling
+
+PANEL_ROWS = 8
+DOCUMENT_PROMPT_LEN = 16
+
+Rows = list[dict[str, Any]]
+Decode = Callable[[Sequence[int]], str]
+
+
+def greedy_panel(
+    engine: RolloutEngine, decode: Decode, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> Callable[[], Rows]:
+    """A callable that answers `prompts` with the engine's current weights: rows of prompt, completion, stop reason."""
+
+    def rows() -> Rows:
+        completions = engine.generate(
+            prompts, keys=range(len(prompts)), max_new_tokens=max_new_tokens, temperature=1.0, greedy=True
+        )
+        return [
+            {"prompt": decode(prompt), "completion": decode(done.ids), "stop": done.stop.value}
+            for prompt, done in zip(prompts, completions, strict=True)
+        ]
+
+    return rows
+
+
+def scored_panel(objective: RewardModelling, batch: Any, decode: Decode) -> Callable[[], Rows]:
+    """A callable that scores one held-out batch of pairs: rows of both texts, both scores and their margin."""
+
+    @torch.no_grad()
+    def rows() -> Rows:
+        chosen, rejected = objective.scores(batch).cpu().chunk(2)
+        ids = batch.input_ids.tolist()
+        return [
+            {
+                "chosen": decode([token for token in ids[pair] if token]),
+                "rejected": decode([token for token in ids[pair + len(chosen)] if token]),
+                "chosen_score": float(chosen[pair]),
+                "rejected_score": float(rejected[pair]),
+                "margin": float(chosen[pair] - rejected[pair]),
+            }
+            for pair in range(min(len(chosen), 8))
+        ]
+
+    return rows
+
+
+def document_prompts(held_out: SupervisedBatches) -> list[list[int]]:
+    """The openings of a few held-out documents, spread over their lengths."""
+    rows = [ids for batch in held_out.in_order() for ids in batch.input_ids.tolist()]
+    return [ids[:DOCUMENT_PROMPT_LEN] for ids in rows[:: max(1, len(rows) // PANEL_ROWS)][:PANEL_ROWS]]
+
+
+def chat_prompts(prepared: Path, tokenizer: Tokenizer) -> list[list[int]]:
+    """A few held-out chats up to their first assistant turn, with the generation prompt."""
+    encoder = ChatEncoder(tokenizer)
+    prompts = []
+    for row in islice(iter_prepared(prepared, "held_out"), PANEL_ROWS):
+        roles = [message["role"] for message in row["conversations"]]
+        prompts.append(encoder.encode_prompt(row["conversations"][: roles.index("assistant")], row["tools"]))
+    return prompts
+
+
+def pair_prompts(held_out: PairBatches) -> list[list[int]]:
+    """What stands before the answers of a few held-out pairs."""
+    prompts = []
+    for batch in islice(held_out.in_order(), PANEL_ROWS):
+        first_trained = int((batch.labels[0] != -100).int().argmax())
+        prompts.append(batch.input_ids[0, : first_trained + 1].tolist())
+    return prompts

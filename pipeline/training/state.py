@@ -1,0 +1,109 @@
+"""What a run needs to go on exactly where it was: weights, moments, counters. Random draws need no state (`seed_for`)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self
+
+from torch import nn
+
+from pipeline.training.updater import Updater
+
+# What the progress bar shows of a step's metrics.
+SHOWN = {"loss": "train/loss", "reward": "reward/mean", "tokens_per_s": "train/tokens_per_s"}
+
+
+class Progress(Protocol):
+    """A progress bar, used as a context manager."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *exception: object) -> None: ...
+    def update(self, step: int, **figures: float) -> None: ...
+
+
+class Recorder(Protocol):
+    """What a loop may do to the outside world; `pipeline.tracking` implements it."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
+    def load(self) -> dict[str, Any] | None: ...
+    def checkpoint(self, step: int, make_state: Callable[[], Mapping[str, Any]]) -> None: ...
+    def progress(self, total: int) -> Progress: ...
+
+
+@dataclass(slots=True)
+class TrainState:
+    """Modules and their updaters by name, the number of finished steps, running totals, and the newest results."""
+
+    modules: dict[str, nn.Module]
+    updaters: dict[str, Updater]
+    step: int = 0
+    counters: dict[str, float] = field(default_factory=dict)
+    results: dict[str, float] = field(default_factory=dict)
+
+    def count(self, name: str, amount: float) -> float:
+        """Adds to a counter that survives a resume; the new total."""
+        self.counters[name] = self.counters.get(name, 0.0) + amount
+        return self.counters[name]
+
+    def average_tail(self, metrics: Mapping[str, float], *, step: int, first: int) -> None:
+        """Keeps in `results` the running means of `metrics` over the steps from `first` on (all steps when negative).
+
+        A reinforcement stage's last step alone is noise; clock-bound keys are left out.
+        """
+        if step < first:
+            return
+        seen = self.count("tail_steps", 1)
+        for name, value in metrics.items():
+            if not name.startswith(("time/", "memory/")) and not name.endswith("_per_s"):
+                before = self.results.get(name, 0.0)
+                self.results[name] = before + (value - before) / seen
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "counters": dict(self.counters),
+            "results": dict(self.results),
+            "modules": {name: trainable_state(module) for name, module in self.modules.items()},
+            "updaters": {name: updater.state_dict() for name, updater in self.updaters.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        self.counters, self.results = dict(state["counters"]), dict(state["results"])
+        for name, module in self.modules.items():
+            wanted = dict(module.named_parameters())
+            for key, value in state["modules"][name].items():
+                wanted[key].data.copy_(value)
+        for name, updater in self.updaters.items():
+            updater.load_state_dict(state["updaters"][name])
+
+
+def trainable_state(module: nn.Module) -> dict[str, Any]:
+    """Trainable tensors only: frozen weights come from the parent checkpoint, which is part of the run's key."""
+    return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
+
+
+def run_steps(
+    state: TrainState,
+    recorder: Recorder,
+    total_steps: int,
+    one_step: Callable[[int], dict[str, float]],
+    at_start: Callable[[], None] = lambda: None,
+) -> None:
+    """Runs `one_step(step)` from where `recorder` left off; saves on schedule and when asked to stop.
+
+    A step is the unit of progress: what a kill interrupts is done again from the last save, with the same draws.
+    `at_start` runs before the first step of a run that has no save yet (measuring the start weights, for example).
+    """
+    saved = recorder.load()
+    if saved is None:
+        at_start()
+    else:
+        state.load_state_dict(saved)
+    with recorder.progress(total_steps) as bar:
+        while state.step < total_steps:
+            metrics = one_step(state.step)
+            state.step += 1
+            recorder.log(state.step, metrics)
+            bar.update(state.step, **{name: metrics[key] for name, key in SHOWN.items() if key in metrics})
+            recorder.checkpoint(state.step, state.state_dict)
