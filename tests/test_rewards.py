@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import DataError
@@ -84,6 +84,7 @@ def test_repetition_by_hand() -> None:
     assert repetition("春夏秋春夏秋") == pytest.approx(0.25)
 
 
+@settings(deadline=None)
 @given(st.text(max_size=200))
 def test_repetition_is_bounded(text: str) -> None:
     assert 0 <= repetition(text) <= 0.5
@@ -232,6 +233,11 @@ def test_cheats_with_good_thinking_earn_less_than_honesty_with_thinking(name: st
 
     assert thinking(HONEST).total() == PARAMS.agent_clip
     assert thinking(CHEATS[name]).total() <= PARAMS.agent_clip - 0.25
+
+
+@pytest.mark.parametrize("name", ["no call, right answer", "only failing calls", "cut off"])
+def test_a_right_answer_without_a_valid_call_or_an_end_earns_no_answer_credit(name: str) -> None:
+    assert CHEATS[name].terms()["answer"] == 0.0
 
 
 def test_thinking_that_was_asked_for_and_skipped_costs() -> None:

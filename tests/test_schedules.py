@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.maths.schedules import warmup_cosine
@@ -38,6 +38,7 @@ def test_stays_at_the_floor_after_the_end() -> None:
         assert warmup_cosine(step, total_steps=10, warmup_steps=2, min_lr_frac=0.1) == pytest.approx(0.1)
 
 
+@settings(deadline=None)
 @given(total=st.integers(1, 60), warmup=st.integers(0, 70), floor=st.floats(0, 1))
 def test_rises_then_falls_within_bounds(total: int, warmup: int, floor: float) -> None:
     rates = [warmup_cosine(step, total_steps=total, warmup_steps=warmup, min_lr_frac=floor) for step in range(total)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -76,9 +76,9 @@ def test_gae_steps_over_what_tools_wrote_and_ignores_what_stands_there() -> None
     generator = torch.Generator().manual_seed(0)
     rewards, values = torch.randn(2, 7, generator=generator), torch.randn(2, 7, generator=generator)
     dense = [tensor[mask].view(2, 3) for tensor in (rewards, values)]
-    expected = gae(*dense, torch.ones(2, 3, dtype=torch.bool), gamma=0.9, gae_lambda=0.7)
+    expected = gae(dense[0], dense[1], torch.ones(2, 3, dtype=torch.bool), gamma=0.9, gae_lambda=0.7)
     spoiled = [torch.where(mask, tensor, math.nan) for tensor in (rewards, values)]
-    for got, want in zip(gae(*spoiled, mask, gamma=0.9, gae_lambda=0.7), expected, strict=True):
+    for got, want in zip(gae(spoiled[0], spoiled[1], mask, gamma=0.9, gae_lambda=0.7), expected, strict=True):
         torch.testing.assert_close(got[mask].view(2, 3), want)
         assert (got[~mask] == 0).all()
 
@@ -171,11 +171,13 @@ def test_group_advantages_by_hand() -> None:
     torch.testing.assert_close(advantages, torch.tensor([unit, -unit, 0.0, 0.0, 0.0, 0.0]))
 
 
+@settings(deadline=None)
 @given(reward=st.floats(-5, 5, width=32), size=st.integers(2, 9))
 def test_equal_rewards_give_exactly_zero(reward: float, size: int) -> None:
     assert (group_advantages(torch.full((2 * size,), reward), size) == 0).all()
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-3, 3, width=32), min_size=4, max_size=4))
 def test_group_advantages_sum_to_zero_and_keep_the_order(rewards: list[float]) -> None:
     advantages = group_advantages(torch.tensor(rewards, dtype=torch.float64), 4)

@@ -1,7 +1,7 @@
 """Answer verification: numbers as numbers, text as text, every occurrence once."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.rewards.verify import numbers, verify
@@ -147,6 +147,7 @@ def test_numbers_of_a_text() -> None:
     assert numbers("9e999 " + "1" * 41) == []
 
 
+@settings(deadline=None)
 @given(st.integers(-(10**12), 10**12), st.sampled_from(["{}", "结果是{}元", "It is {}.", "={}", "({})", "{}, 好"]))
 def test_any_integer_is_found_wherever_it_stands_and_its_neighbours_are_not(value: int, frame: str) -> None:
     for shown in (str(value), f"{value:,}", f"{value}.0"):
@@ -157,6 +158,7 @@ def test_any_integer_is_found_wherever_it_stands_and_its_neighbours_are_not(valu
             assert verify([str(-value)], text) == [False]
 
 
+@settings(deadline=None)
 @given(st.text(max_size=60), st.lists(st.text(max_size=8), max_size=4))
 def test_never_raises_and_never_exceeds_the_expected(text: str, expected: list[str]) -> None:
     assert len(verify(expected, text)) == len(expected)

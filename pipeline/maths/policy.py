@@ -22,7 +22,8 @@ def k3(log_ratio: Tensor) -> Tensor:
     tangent: finite and still growing, with the bounded gradient e^5 - 1 that pulls such a token back.
     """
     exponent = log_ratio.clamp(max=MAX_K3_EXPONENT)
-    return exponent.exp() * (1 + log_ratio - exponent) - log_ratio - 1
+    # expm1: near 0 the value is d^2 / 2, which exp(d) - 1 would lose to rounding and could turn negative
+    return torch.expm1(exponent) + exponent.exp() * (log_ratio - exponent) - log_ratio
 
 
 def group_policy_loss(
