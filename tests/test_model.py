@@ -130,6 +130,14 @@ def test_yarn_band_is_the_published_one():
     assert torch.equal(rope_frequencies(inside), rope_frequencies(replace(inside, rope_scaling=None)))
 
 
+def test_yarn_divides_the_slowest_pair_where_the_band_leaves_the_head():
+    # d = 8, theta 100, window 2048: low = floor(2.02) = 2, high = min(ceil(5.03), d / 2 - 1) = 3, so ramp = 0, 0, 0, 1.
+    scaling = RopeScaling(factor=4.0, original_max_position_embeddings=2048, beta_fast=32.0, beta_slow=1.0, attention_factor=1.0)
+    config = replace(SMALL, head_dim=8, rope_theta=100.0, max_position_embeddings=4096, rope_scaling=scaling)
+    ratio = rope_frequencies(replace(config, rope_scaling=None)) / rope_frequencies(config)
+    torch.testing.assert_close(ratio, torch.tensor([1.0, 1.0, 1.0, 4.0]), **CLOSE)
+
+
 def test_rope_rotates_half_split_pairs():
     # head_dim 4, theta 10000: pair (0, 2) turns by p, pair (1, 3) by p / 100.
     cos, sin = rope_tables(replace(SMALL, head_dim=4))
