@@ -4,10 +4,6 @@ BIN := $(CURDIR)/.venv/bin
 INSTALLED := .venv/.installed
 
 export PATH := $(BIN):$(PATH)
-export DO_NOT_TRACK := 1
-export DVC_NO_ANALYTICS := 1
-export MLFLOW_DISABLE_TELEMETRY := true
-export PREFECT_SERVER_ANALYTICS_ENABLED := false
 
 .PHONY: setup repro test check ui
 
@@ -23,7 +19,7 @@ check: $(INSTALLED)  ## layout, lint, types
 	$(BIN)/mypy
 
 ui: $(INSTALLED)  ## curves and samples of all runs
-	$(BIN)/mlflow ui --backend-store-uri "$${MLFLOW_TRACKING_URI:-sqlite:///$(CURDIR)/mlflow.db}"
+	$(BIN)/python -m pipeline.tracking.ui
 
 setup: $(INSTALLED)
 

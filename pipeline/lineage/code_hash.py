@@ -97,7 +97,7 @@ class CodeBase:
 
     def _imports(self, name: str) -> Iterator[str]:
         package = name if self.paths[name].name == "__init__.py" else name.rpartition(".")[0]
-        for node in ast.walk(self.trees[name]):
+        for node in _executed(self.trees[name]):
             if isinstance(node, ast.Import):
                 targets = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
@@ -131,6 +131,16 @@ def _packages(name: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
+def _executed(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of `tree` in no particular order, bodies of `if TYPE_CHECKING:` left out: no program runs them."""
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        skipped = node.body if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING" else []
+        waiting += [child for child in ast.iter_child_nodes(node) if child not in skipped]
+
+
 def _without_strings(tree: ast.Module) -> ast.Module:
     """`tree` without statements that are only a string (docstrings of modules, classes, functions and attributes)."""
     for node in ast.walk(tree):
@@ -141,4 +151,6 @@ def _without_strings(tree: ast.Module) -> ast.Module:
 
 
 def _is_string(statement: ast.AST) -> bool:
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str)
+    return (
+        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str)
+    )

@@ -1,0 +1,169 @@
+"""Which edits change which stage's code hash."""
+
+import ast
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.lineage.code_hash import EXECUTION_ONLY, CodeBase, write_code_hashes
+
+FILES = {
+    "pipeline/__init__.py": "from pipeline import environment\n",
+    "pipeline/environment.py": "import pipeline.maths.unused\n",
+    "pipeline/params.py": "KEYS = 1\n",
+    "pipeline/maths/__init__.py": "",
+    "pipeline/maths/grpo.py": "def loss(x):\n    return x\n",
+    "pipeline/maths/dpo.py": "from . import helper\n\ndef loss(x):\n    return helper.half(x)\n",
+    "pipeline/maths/helper.py": "def half(x):\n    return x / 2\n",
+    "pipeline/maths/unused.py": "",
+    "pipeline/text/__init__.py": "",
+    "pipeline/text/chat.py": "import json\n",
+    "pipeline/text/words/zh.txt": "one",
+    "stages/__init__.py": "from pipeline.params import KEYS\n",
+    "stages/code.py": "",
+    "stages/dpo.py": "def main():\n    from pipeline.maths.dpo import loss\n    return loss(1)\n",
+    "stages/grpo.py": """
+import pipeline.maths.grpo as g
+from typing import TYPE_CHECKING
+from pipeline.text import chat
+from pipeline.params import KEYS
+if TYPE_CHECKING:
+    from pipeline.maths import unused
+""",
+}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+def written(project: Path) -> dict[str, bytes]:
+    write_code_hashes(project, project / "out")
+    return {path.stem: path.read_bytes() for path in (project / "out").glob("*.json")}
+
+
+def changed_by(project: Path, name: str, text: str) -> set[str]:
+    before = written(project)
+    (project / name).write_text(text, encoding="utf-8")
+    after = written(project)
+    return {stage for stage in after if after[stage] != before[stage]}
+
+
+def test_closure_follows_every_form_of_import(project: Path) -> None:
+    code = CodeBase(project)
+    common = {"pipeline", "pipeline.maths", "stages"}
+    assert code.closure("stages.dpo") == common | {"stages.dpo", "pipeline.maths.dpo", "pipeline.maths.helper"}
+    assert code.closure("stages.grpo") == common | {"stages.grpo", "pipeline.maths.grpo", "pipeline.text", "pipeline.text.chat"}
+
+
+def test_file_holds_modules_and_other_files(project: Path) -> None:
+    found = json.loads(written(project)["grpo"])
+    assert list(found) == sorted(found)
+    assert found["pipeline/text/words/zh.txt"] == hashlib.sha256(b"one").hexdigest()
+    assert "pipeline/text/words/zh.txt" not in json.loads(written(project)["dpo"])
+    assert set(written(project)) == {"dpo", "grpo"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "# why\ndef loss(x):  # how\n    return x\n",
+        '"""Losses."""\n\n\ndef loss(x):\n    """The loss."""\n    return x\n',
+        "def loss(\n    x,\n):\n    return (x)\n",
+    ],
+)
+def test_comments_docstrings_and_layout_change_nothing(project: Path, text: str) -> None:
+    assert changed_by(project, "pipeline/maths/grpo.py", text) == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "stages"),
+    [
+        ("pipeline/maths/grpo.py", "def loss(x):\n    return -x\n", {"grpo"}),
+        ("pipeline/maths/helper.py", "def half(x):\n    return x / 3\n", {"dpo"}),
+        ("pipeline/maths/dpo.py", "from . import helper\n\ndef loss(x):\n    return 'helper'\n", {"dpo"}),
+        ("pipeline/maths/unused.py", "x = 1\n", set()),
+        ("pipeline/environment.py", "x = 1\n", set()),
+        ("pipeline/params.py", "KEYS = 2\n", set()),
+        ("pipeline/text/words/zh.txt", "two", {"grpo"}),
+        ("pipeline/maths/__init__.py", "x = 1\n", {"dpo", "grpo"}),
+        ("stages/dpo.py", "def main():\n    return 1\n", {"dpo"}),
+        ("stages/code.py", "x = 1\n", set()),
+    ],
+)
+def test_edit_changes_exactly_its_users(project: Path, name: str, text: str, stages: set[str]) -> None:
+    assert changed_by(project, name, text) == stages
+
+
+def test_docstring_next_to_nothing_counts_as_pass(project: Path) -> None:
+    (project / "pipeline/maths/unused.py").write_text("class A:\n    pass\n", encoding="utf-8")
+    (project / "stages/dpo.py").write_text("import pipeline.maths.unused\n", encoding="utf-8")
+    assert changed_by(project, "pipeline/maths/unused.py", 'class A:\n    """Nothing more."""\n') == set()
+    assert changed_by(project, "pipeline/maths/unused.py", "class A:\n    x = 'text'\n") == {"dpo"}
+
+
+def test_hashing_this_project_is_quick_complete_and_repeatable(root: Path, tmp_path: Path) -> None:
+    start = time.perf_counter()
+    write_code_hashes(root, tmp_path / "a")
+    assert time.perf_counter() - start < 5  # about 0.6 s on an idle core
+    other = "from pathlib import Path\nfrom pipeline.lineage.code_hash import write_code_hashes as w\nimport sys\n"
+    other += "w(Path.cwd(), Path(sys.argv[1]))\nprint('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", other, str(tmp_path / "b")], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "False\n"
+    names = {path.name for path in (tmp_path / "a").iterdir()}
+    assert names == {f"{path.stem}.json" for path in (root / "stages").glob("*.py") if path.stem not in ("__init__", "code")}
+    for name in names:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_template_is_part_of_what_reads_it(root: Path) -> None:
+    assert "pipeline/text/chat_template.jinja" in CodeBase(root).hashes("stages.tokenizer")
+
+
+JOINED = pytest.mark.xfail(strict=True, reason="training/objectives.py holds the objectives of both")
+
+
+@pytest.mark.parametrize(
+    ("module", "stages"),
+    [
+        pytest.param("pipeline.maths.supervised", {"pretrain", "full_sft", "lora"}, marks=JOINED),
+        pytest.param("pipeline.maths.preference", {"dpo", "reward", "eval"}, marks=JOINED),
+        ("pipeline.maths.policy", {"ppo", "grpo", "agent"}),
+        ("pipeline.maths.value", {"ppo"}),
+        ("pipeline.data.encode", {"encode"}),
+        ("pipeline.data.world", {"data"}),
+        ("pipeline.evaluation.statistics", {"eval"}),
+        ("pipeline.rewards.rules", {"ppo", "grpo", "agent", "eval"}),
+    ],
+)
+def test_edited_module_reruns_what_uses_it(root: Path, module: str, stages: set[str]) -> None:
+    code = CodeBase(root)
+    scripts = {name.removeprefix("stages.") for name in code.paths if name.startswith("stages.")}
+    assert {name for name in scripts if module in code.closure(f"stages.{name}")} == stages
+
+
+def test_left_out_modules_exist(root: Path) -> None:
+    assert [name for name in EXECUTION_ONLY if name not in CodeBase(root).paths] == []
+
+
+def test_no_import_is_hidden_from_the_closure(root: Path) -> None:
+    """Names given as text to import machinery cannot be followed."""
+    hidden = [
+        f"{name}:{node.lineno}"
+        for name, tree in CodeBase(root).trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and (getattr(node.func, "id", "") in ("__import__", "exec", "eval") or getattr(node.func, "attr", "") == "import_module")
+    ]
+    assert hidden == []

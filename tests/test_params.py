@@ -1,0 +1,159 @@
+"""A mistake in params.yaml is one line that names its place, in a moment, before any heavy import."""
+
+import copy
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from pipeline.errors import ParamsError
+from pipeline.params import load_params, parse_params, read_yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+TREE = read_yaml(ROOT / "params.yaml")
+
+
+def changed(key: str, value: Any) -> dict[str, Any]:
+    tree = copy.deepcopy(TREE)
+    *path, last = key.split(".")
+    section = tree
+    for part in path:
+        section = section[part]
+    section[last] = value
+    return tree
+
+
+def fault(tree: Any) -> str:
+    with pytest.raises(ParamsError) as caught:
+        parse_params(tree)
+    assert len(caught.value.lines) == 1
+    assert "\n" not in caught.value.lines[0]
+    assert caught.value.exit_code == 2
+    return caught.value.lines[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("grpo.group_sise", 4, "grpo.group_sise: unknown key; did you mean `group_size`?"),
+        ("model.rope_tetha", 1.0, "model.rope_tetha: unknown key; did you mean `rope_theta`?"),
+        ("gpro", {}, "gpro: unknown key; did you mean `grpo`?"),
+        ("data.sets.pretain", {"source": "x"}, "data.sets.pretain: unknown key; did you mean `pretrain`?"),
+        ("rewards.length.zzz", 1, "rewards.length.zzz: unknown key; known here: min_chars, max_chars, weight, penalty"),
+        ("grpo.group_size", 1, "grpo.group_size=1: "),
+        ("grpo.group_size", "8", "grpo.group_size='8': "),
+        ("grpo.group_size", 8.0, "grpo.group_size=8.0: "),
+        ("grpo.loss", "gspo", "grpo.loss='gspo': "),
+        ("pretrain.lr", 0.0, "pretrain.lr=0.0: "),
+        ("pretrain.lr", float("nan"), "pretrain.lr=nan: "),
+        ("pretrain.lr", float("inf"), "pretrain.lr=inf: "),
+        ("pretrain.epochs", True, "pretrain.epochs=True: "),
+        ("pretrain.epochs", None, "pretrain.epochs=None: "),
+        ("pretrain", 3, "pretrain=3: "),
+        ("data.held_out_frac", 1.0, "data.held_out_frac=1.0: "),
+        ("lora.targets", [], "lora.targets=[]: "),
+        ("runtime.device", "gpu", "runtime.device='gpu': "),
+        ("model.head_dim", 33, "model.head_dim=33: "),
+        ("model.num_key_value_heads", 3, "model.num_key_value_heads=3: must divide num_attention_heads=4"),
+        ("model.num_experts_per_tok", 5, "model.num_experts_per_tok=5: must be <= num_experts=4"),
+        ("ppo.mini_batch_size", 10**6, "ppo.mini_batch_size=1000000: must be <= batch_size="),
+        ("rewards.length.min_chars", 801, "rewards.length.min_chars=801: must be <= max_chars=800"),
+        ("agent.max_total_len", 10, "agent.max_total_len=10: must hold max_prompt_len + max_new_tokens = "),
+        ("full_sft.max_seq_len", 10**6, "full_sft.max_seq_len=1000000: must be <= model.max_position_embeddings="),
+        ("grpo.max_new_tokens", 10**6, "grpo.max_prompt_len + grpo.max_new_tokens = "),
+    ],
+)
+def test_fault_is_one_line_with_path_and_remedy(key: str, value: Any, said: str) -> None:
+    assert fault(changed(key, value)).startswith(f"params.yaml: {said}")
+
+
+def test_absent_key_is_named() -> None:
+    tree = copy.deepcopy(TREE)
+    del tree["dpo"]["beta"]
+    assert fault(tree).startswith("params.yaml: dpo.beta: missing")
+
+
+def test_every_fault_is_reported_at_once() -> None:
+    tree = changed("grpo.lr", -1.0)
+    tree["dpo"]["beta"] = "x"
+    with pytest.raises(ParamsError) as caught:
+        parse_params(tree)
+    assert [line.split("=")[0] for line in caught.value.lines] == ["params.yaml: dpo.beta", "params.yaml: grpo.lr"]
+
+
+def test_file_that_is_no_mapping_no_yaml_or_absent(tmp_path: Path) -> None:
+    for text, said in (
+        ("- 1\n", "must be a mapping"),
+        ("a: [1\n", "not readable as YAML"),
+        ("a: 1\na: 2\n", "not readable as YAML"),
+    ):
+        (tmp_path / "params.yaml").write_text(text, encoding="utf-8")
+        with pytest.raises(ParamsError, match=said) as caught:
+            load_params(tmp_path / "params.yaml")
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ParamsError, match="python -m pipeline use micro"):
+        load_params(tmp_path / "absent.yaml")
+
+
+def test_values_are_frozen_and_read_as_yaml_1_2() -> None:
+    params = parse_params(TREE)
+    with pytest.raises(ValueError, match="frozen"):
+        params.grpo.lr = 1.0  # type: ignore[misc]
+    assert isinstance(YAML(typ="safe", pure=True).load("1e-4"), float)
+
+
+KINDS = {"tokenizer.init_from": "folder", "pretrain.init_from": "file", "full_sft.init_from": "file", "reward.external": "folder"}
+
+
+def written(root: Path, key: str, value: str) -> Path:
+    with open(root / "params.yaml", "w", encoding="utf-8") as file:
+        YAML(typ="safe", pure=True).dump(changed(key, value), file)
+    return root / "params.yaml"
+
+
+@pytest.mark.parametrize(("key", "kind"), KINDS.items())
+def test_foreign_weights_must_lie_below_external(tmp_path: Path, key: str, kind: str) -> None:
+    (tmp_path / "external/there").mkdir(parents=True)
+    (tmp_path / "external/there.pth").write_text("")
+    (tmp_path / "external/None").write_text("")
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside.pth").write_text("")
+    good, other_kind, outside = (
+        ("there", "there.pth", "../outside") if kind == "folder" else ("there.pth", "there", "../outside.pth")
+    )
+    section, name = key.split(".")
+    assert getattr(getattr(load_params(written(tmp_path, key, good)), section), name) == good
+    for bad in ("absent", other_kind):
+        with pytest.raises(ParamsError, match=f"{key}='{bad}': no such {kind}: external/{bad}"):
+            load_params(written(tmp_path, key, bad))
+    for bad in (outside, str(tmp_path / good), "None", "", "."):
+        with pytest.raises(ParamsError, match=f"{key}=.*: must be null or a path relative to external/"):
+            load_params(written(tmp_path, key, bad))
+
+
+def test_stage_refuses_before_heavy_imports(tmp_path: Path) -> None:
+    """The script of any stage, in a folder whose params.yaml has a typo: exit code 2, one line, quickly."""
+    stages = sorted(path.stem for path in (ROOT / "stages").glob("*.py") if path.stem not in ("__init__", "code"))
+    (tmp_path / "params.yaml").write_text(
+        (ROOT / "params.yaml").read_text(encoding="utf-8").replace("group_size:", "group_sise:", 1)
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for name in {stages[0], stages[-1]}:
+        start = time.perf_counter()
+        command = [sys.executable, "-X", "importtime", "-m", f"stages.{name}"]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        seconds = time.perf_counter() - start
+        lines = done.stderr.splitlines()
+        assert done.returncode == 2
+        assert not [
+            line for line in lines if line.startswith("import time:") and line.split("|")[-1].strip() in ("torch", "mlflow")
+        ]
+        said = [line for line in lines if not line.startswith("import time:")]
+        assert said[-1].endswith("params.yaml: grpo.group_sise: unknown key; did you mean `group_size`?")
+        assert len([line for line in said if "missing" not in line]) == 1
+        assert seconds < 3
