@@ -193,9 +193,8 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)  # mkstemp's files are private
         os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    finally:
+        Path(temporary).unlink(missing_ok=True)
 
 
 def _check_sums(path: Path) -> None:
