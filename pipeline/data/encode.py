@@ -39,7 +39,7 @@ def encode_set(
     Columns, by kind of set (lists are ragged, one entry per token unless said otherwise):
         text: line, ids, num_bytes. A document is bos + text + eos; one longer than `max_seq_len` is several rows (`windows`).
         chat: line, ids, trained (1 = the assistant wrote it), empty_thinks (flattened [start, end) of removable think blocks),
-            takes_system (neither system message nor tools), num_bytes (UTF-8 bytes of the trained text).
+            takes_system (no system message, so no tools either), num_bytes (UTF-8 bytes of the trained text).
         pairs: line, and ids, trained, empty_thinks of each side, prefixed `chosen_` and `rejected_`.
 
     Chats and pairs that are longer than `max_seq_len` tokens (with the longest system prompt where one may be added), have no
@@ -119,7 +119,7 @@ def _chat(
     encoder: ChatEncoder, tokenizer: Tokenizer, row: dict[str, Any], max_seq_len: int, longest_system: int
 ) -> Columns | str:
     chat = encoder.encode(row["conversations"], row["tools"])
-    takes_system = row["conversations"][0]["role"] != "system" and not row["tools"]
+    takes_system = row["conversations"][0]["role"] != "system"  # which also means: no tools
     length = len(chat.ids) + longest_system * takes_system
     if length > max_seq_len:
         note = f" with a system prompt of {longest_system}" if takes_system else ""

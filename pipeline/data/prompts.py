@@ -59,7 +59,7 @@ class PromptSet:
             max_prompt_len: the longest prompt in tokens, generation prompt included.
             max_dropped_frac: the largest share of dropped rows, in [0, 1].
             thinking_ratio: chance per row and epoch of an open think block.
-            system_prompt_frac: chance per row and epoch that a prompt without system message and tools is given one.
+            system_prompt_frac: chance per row and epoch that a prompt without system message (so without tools) is given one.
 
         Raises:
             DataError: more rows dropped than allowed, or all of them.
@@ -126,7 +126,7 @@ class PromptSet:
 
 
 def _takes_system(row: dict[str, Any]) -> bool:
-    return not row["tools"] and row["conversations"][0]["role"] != "system"
+    return bool(row["conversations"][0]["role"] != "system")
 
 
 def _with_system(messages: list[Message], system: str | None) -> list[Message]:

@@ -49,9 +49,8 @@ def _file_values(source: Path, faults: list[str]) -> Iterator[tuple[int, Any]]:
             if line == 1 and raw.startswith(b"\xef\xbb\xbf"):
                 faults.append(f"{source}:1: starts with a byte order mark; save the file as UTF-8 without BOM")
                 raw = raw[3:]
-            content = raw.removesuffix(b"\n").removesuffix(b"\r")
             try:
-                value = _decode_line(content)
+                value = _decode_line(raw)
             except ValueError as error:
                 truncated = "" if raw.endswith(b"\n") else "truncated last line? "
                 faults.append(f"{source}:{line}: {truncated}{error}")
