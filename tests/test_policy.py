@@ -209,20 +209,20 @@ def test_extreme_logprobs_stay_finite(name: str) -> None:
 
 
 def test_estimators_by_hand() -> None:
-    # current minus old = ln 2 and -ln 2; reference minus current = ln 3 and 0
+    # current minus old = ln 2 and -ln 4; reference minus current = ln 3 and 0
     two, three = math.log(2), math.log(3)
     logprobs = torch.tensor([[-1.0, -2.0]])
-    old = logprobs - torch.tensor([[two, -two]])
+    old = logprobs - torch.tensor([[two, -2 * two]])
     ref = logprobs + torch.tensor([[three, 0.0]])
-    means = combine([policy_metrics(logprobs, old, ref, torch.ones(1, 2, dtype=torch.bool), ratio_bounds=(0.4, 1.5))])
+    means = combine([policy_metrics(logprobs, old, ref, torch.ones(1, 2, dtype=torch.bool), ratio_bounds=(0.2, 1.5))])
     assert means == pytest.approx(
         {
-            "approx_kl": 0.5 * two**2,
-            "approx_kl_k1": 0.0,
-            "approx_kl_k3": ((2 - two - 1) + (0.5 + two - 1)) / 2,
+            "approx_kl": 0.5 * (two**2 + (2 * two) ** 2) / 2,
+            "approx_kl_k1": (-two + 2 * two) / 2,
+            "approx_kl_k3": ((2 - two - 1) + (0.25 + 2 * two - 1)) / 2,
             "ref_kl": (3 - three - 1) / 2,
             "ref_kl_k1": -three / 2,
-            "clip_frac": 0.5,  # 2.0 lies above 1.5, 0.5 inside
+            "clip_frac": 0.5,  # 2.0 lies above 1.5, 0.25 inside
             "ratio_max": 2.0,
         },
         abs=1e-6,
