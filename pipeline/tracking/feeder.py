@@ -109,6 +109,7 @@ class Feeder:
         # Another server, or a store that was deleted, receives the whole history.
         self._cursor = Cursor(**state) if state.get("run_id") == run_id else Cursor(run_id=run_id)
         self._settle_pending(client)
+        self._save_cursor()
         self._describe(client)
         client.update_run(run_id, status="RUNNING")
         self._client = client

@@ -36,12 +36,16 @@ def write_save(folder: RunFolder, step: int, state: Mapping[str, Any], sizes: Ma
     Args:
         folder: the run.
         step: optimizer steps done.
-        state: tensors, plain values and containers of them; nothing else can be loaded again.
+        state: tensors, plain values, and dicts, lists and tuples of them.
         sizes: `metrics_bytes` and `samples_bytes` that belong to this step.
         keep: saves to keep, at least 1.
+
+    Raises:
+        TypeError: the state holds something else, which could be written but not safely loaded again.
     """
     import torch  # heavy, and stages without saves never need it
 
+    _check_loadable(state, "state")
     path = folder.state(step)
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -58,6 +62,19 @@ def write_save(folder: RunFolder, step: int, state: Mapping[str, Any], sizes: Ma
     write_json(folder.commit(step), {"step": step, "crc32": writer.crc32, **sizes})
     for old in folder.commits()[keep:]:
         discard(folder, old)
+
+
+def _check_loadable(value: Any, place: str) -> None:
+    import torch
+
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_loadable(item, f"{place}[{key!r}]")
+    elif type(value) in (list, tuple):
+        for index, item in enumerate(value):
+            _check_loadable(item, f"{place}[{index}]")
+    elif not isinstance(value, torch.Tensor) and type(value) not in (int, float, bool, str, bytes, type(None)):
+        raise TypeError(f"{place} is a {type(value).__module__}.{type(value).__name__}; states hold tensors and plain values")
 
 
 def newest_save(folder: RunFolder) -> dict[str, Any] | None:
