@@ -3,44 +3,30 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-IGNORE = -100
+from pipeline.maths.chunks import over_wanted
 
 
 def token_logprobs(
-    hidden: Tensor, head_weight: Tensor, labels: Tensor, *, temperature: float = 1.0, chunk: int = 1024
+    hidden: Tensor, head_weight: Tensor, labels: Tensor, *, temperature: float = 1.0, chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each label and entropy of its distribution, softmax(logits / temperature).
 
     The temperature is the one that sampled: old, new and reference logprobs then belong to one distribution and
-    the ratio of the first update is exactly 1. Logits are formed for `chunk` trained positions at a time and again
-    in the backward pass, so at most six fp32 tensors of `[chunk, V]` live at once beside the gradients.
+    the ratio of the first update is exactly 1. Beyond `chunk` trained positions logits are formed a chunk at a
+    time and again in the backward pass, so at most six fp32 tensors of `[chunk, V]` live at once beside the gradients.
 
     Args:
         hidden: `[..., D]`, after the final norm.
         head_weight: `[V, D]`.
         labels: `[...]`, `-100` where nothing is wanted.
         temperature: > 0.
-        chunk: positions per matrix product.
+        chunk: positions per matrix product; `chunks.KEPT_LOGITS` logits' worth when left out.
 
     Returns:
         Logprobs and entropies (nats, detached), both `[...]` in fp32 (fp64 for fp64 input) and 0 where the label is -100.
     """
-    wanted = labels != IGNORE
-    selected_hidden, selected_labels = hidden[wanted], labels[wanted]
-    parts = [
-        checkpoint(
-            _chunk_logprobs,
-            selected_hidden[start : start + chunk],
-            head_weight,
-            selected_labels[start : start + chunk],
-            temperature,
-            use_reentrant=False,
-            preserve_rng_state=False,
-        )
-        for start in range(0, max(len(selected_labels), 1), chunk)  # one empty chunk keeps the graph when nothing is wanted
-    ]
+    parts, wanted = over_wanted(_chunk_logprobs, hidden, head_weight, labels, temperature, chunk=chunk)
     logprobs = torch.cat([part[0] for part in parts])
     entropy = torch.cat([part[1] for part in parts])
     empty = logprobs.new_zeros(labels.shape)

@@ -3,40 +3,27 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-IGNORE = -100
+from pipeline.maths.chunks import over_wanted
 
 
-def cross_entropy_sum(hidden: Tensor, head_weight: Tensor, labels: Tensor, *, chunk: int = 1024) -> tuple[Tensor, Tensor]:
+def cross_entropy_sum(hidden: Tensor, head_weight: Tensor, labels: Tensor, *, chunk: int | None = None) -> tuple[Tensor, Tensor]:
     """Summed cross-entropy (nats) over the trained positions and how many there are.
 
     Divide by the number of trained positions of the whole optimizer step: a mean per micro-batch would weigh the
-    tokens of short batches more. Logits are formed for `chunk` trained positions at a time and again in the
-    backward pass, so no tensor grows with B * T * V.
+    tokens of short batches more. Beyond `chunk` trained positions logits are formed a chunk at a time and again in
+    the backward pass, so no tensor grows with B * T * V.
 
     Args:
         hidden: `[..., D]`, after the final norm.
         head_weight: `[V, D]`.
         labels: `[...]`, `-100` where nothing is trained.
-        chunk: positions per matrix product.
+        chunk: positions per matrix product; `chunks.KEPT_LOGITS` logits' worth when left out.
 
     Returns:
         The sum (0-d, fp32; 0 with zero gradients when nothing is trained) and the count (0-d, int64).
     """
-    trained = labels != IGNORE
-    selected_hidden, selected_labels = hidden[trained], labels[trained]
-    parts = [
-        checkpoint(
-            _chunk_cross_entropy,
-            selected_hidden[start : start + chunk],
-            head_weight,
-            selected_labels[start : start + chunk],
-            use_reentrant=False,
-            preserve_rng_state=False,
-        )
-        for start in range(0, max(len(selected_labels), 1), chunk)  # one empty chunk keeps the graph when nothing is trained
-    ]
+    parts, trained = over_wanted(_chunk_cross_entropy, hidden, head_weight, labels, chunk=chunk)
     return torch.stack(parts).sum(), trained.sum()
 
 

@@ -50,7 +50,7 @@ class LanguageModelling:
     def __call__(self, batch: Batch) -> LossSum:
         input_ids, labels = batch.input_ids.to(self.device.device), batch.labels.to(self.device.device)
         with self.device.autocast():
-            hidden = self.model.hidden(input_ids)
+            hidden = self.model.hidden(input_ids, visible=real_positions(labels))
         loss, count = cross_entropy_sum(hidden, self.model.lm_head.weight, labels)
         sums = {"loss": float(loss.detach()), "bytes": float(batch.num_bytes)}
         if self.model.config.use_moe and self.model.training:
@@ -84,7 +84,7 @@ class DirectPreference:
     def _sequence_logprobs(self, model: CausalLM, batch: PairBatch) -> Tensor:
         input_ids, labels = batch.input_ids.to(self.device.device), batch.labels.to(self.device.device)
         with self.device.autocast():
-            hidden = model.hidden(input_ids)
+            hidden = model.hidden(input_ids, visible=real_positions(labels))
         logprobs, _ = token_logprobs(hidden, model.lm_head.weight, labels)
         return torch.where(labels != -100, logprobs, 0.0).sum(dim=1)
 
@@ -123,6 +123,15 @@ def score_scale(objective: RewardModelling, pairs: PairBatches) -> tuple[float, 
 def sums_of(loss: Tensor, metrics: dict[str, Tensor]) -> dict[str, float]:
     """Plain floats of a loss and of the sums beside it, without their count."""
     return {"loss": float(loss.detach()), **{name: float(value) for name, value in metrics.items() if name != "count"}}
+
+
+def real_positions(labels: Tensor) -> Tensor:
+    """True up to each row's last trained label, [B, T]: every row ends there, what follows is padding.
+
+    Only routers look at it: padding must not count as load that experts have to share.
+    """
+    positions = torch.arange(labels.shape[1], device=labels.device)
+    return positions <= last_trained(labels)[:, None]
 
 
 def last_trained(labels: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from pipeline.model.transformer import CausalLM
 from pipeline.rewards.scoring import Scored
 from pipeline.rollout.records import StopReason, Trajectory, pad_trajectories
 from pipeline.training.device import Device
+from pipeline.training.objectives import real_positions
 
 Rollout = Callable[[Sequence[PromptTask], Sequence[int]], list[Trajectory]]
 
@@ -79,7 +80,7 @@ def micro_batches(trajectories: Sequence[Trajectory], rows: Sequence[int], size:
 def sampled_logprobs(model: CausalLM, batch: MicroBatch, temperature: float, device: Device) -> tuple[Tensor, Tensor]:
     """Logprobs [B, T] of the sampled tokens under the distribution at `temperature`, and its entropy [B, T] (no gradient)."""
     with device.autocast():
-        hidden = model.hidden(batch.input_ids)
+        hidden = model.hidden(batch.input_ids, visible=real_positions(batch.labels))
     return token_logprobs(hidden, model.lm_head.weight, batch.labels, temperature=temperature)
 
 
