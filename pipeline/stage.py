@@ -19,7 +19,7 @@ from typing import Any
 
 import pipeline
 from pipeline.params.schema import Runtime
-from pipeline.supervise import Stopped, StopSignals, exit_on_error, explain, hold, now_s
+from pipeline.supervise import Stopped, StopSignals, exit_on_error, explain, hold, lasting_stderr, now_s
 from pipeline.tracking.console import ProgressBar
 from pipeline.tracking.description import run_name, run_tags
 from pipeline.tracking.recorder import JsonLines, Recorder
@@ -119,7 +119,7 @@ def stage_process(stage: str, *, root: Path | None = None, memory_hint: str = "u
         SystemExit: instead of every exception of the block; the codes are in `pipeline.supervise`.
     """
     lock = (root or Path.cwd()) / ".runs" / stage / "lock"
-    with exit_on_error(stage, memory_hint), StopSignals() as stop, hold(lock, wait=False):
+    with lasting_stderr(), exit_on_error(stage, memory_hint), StopSignals() as stop, hold(lock, wait=False):
         yield stop
 
 

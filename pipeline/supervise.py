@@ -18,9 +18,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any, TextIO, cast
 
 from pipeline.errors import HeldError, OutOfMemoryError, PipelineError
 
@@ -199,6 +200,32 @@ def exit_on_error(name: str, memory_hint: str = "use a smaller batch") -> Iterat
         for line in lines:
             print(line if len(lines) > 1 and code == 1 else f"{name}: {line}", file=sys.stderr, flush=True)
         raise SystemExit(code) from error
+
+
+class _LastingStream:
+    """A text stream whose reader may go away: from then on what is written is lost, and nobody is told."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+
+@contextmanager
+def lasting_stderr() -> Iterator[None]:
+    """Keeps a closed terminal or a broken pipe from ending the block: training, and above all its last save, go on."""
+    with redirect_stderr(cast(TextIO, _LastingStream(sys.stderr))):
+        yield
 
 
 def now_s() -> float:

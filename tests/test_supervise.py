@@ -127,6 +127,29 @@ def test_terminating_the_whole_group_still_saves(tmp_path: Path) -> None:
     assert _said(tmp_path) == ["ready", "saved"]
 
 
+def test_a_closed_console_does_not_stop_the_stage(tmp_path: Path) -> None:
+    code = """
+        import sys, time
+        from pathlib import Path
+        from pipeline.stage import stage_process
+        from pipeline.tracking.console import ProgressBar
+        with stage_process("toy"), ProgressBar("toy", 30, mode="on") as bar:
+            while not Path("closed").exists():
+                time.sleep(0.01)
+            for step in range(30):
+                print("a warning", file=sys.stderr, flush=True)
+                bar.update(step, loss=0.5)
+                bar.note(step, val_loss=0.5)
+        Path("done").touch()
+    """
+    with _process(tmp_path, code) as process:
+        assert process.stderr is not None
+        process.stderr.close()
+        (tmp_path / "closed").touch()
+        assert process.wait(30) == 0
+    assert (tmp_path / "done").exists()
+
+
 def test_nohup_is_respected(tmp_path: Path) -> None:
     """Without DVC above it, a process that ignores SIGHUP outlives its parent; SIGTERM still stops it."""
     (tmp_path / "toy.py").write_text(textwrap.dedent(_loop()))
