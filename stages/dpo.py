@@ -7,7 +7,7 @@ Run     dvc repro --single-item dpo
 
 from pathlib import Path
 
-from pipeline.checkpoint import load_model, model_meta, save_model
+from pipeline.checkpoint.files import load_model, model_meta, save_model
 from pipeline.curves import write_curve, write_metrics
 from pipeline.data.batches import PairBatches
 from pipeline.lineage.declaration import declaration
@@ -16,8 +16,8 @@ from pipeline.rollout.torch_engine import TorchRolloutEngine
 from pipeline.stage import stage_run
 from pipeline.text.tokenizer import load_tokenizer
 from pipeline.training.device import open_device
-from pipeline.training.objectives import DirectPreference
 from pipeline.training.panels import greedy_panel, pair_prompts
+from pipeline.training.preference_objective import DirectPreference
 from pipeline.training.state import TrainState
 from pipeline.training.supervised import SupervisedTask, total_steps, train_supervised
 from pipeline.training.updater import Updater

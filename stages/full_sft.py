@@ -7,7 +7,7 @@ Run     dvc repro --single-item full_sft
 
 from pathlib import Path
 
-from pipeline.checkpoint import load_foreign, load_model, model_meta, save_model
+from pipeline.checkpoint.files import load_foreign, load_model, model_meta, save_model
 from pipeline.curves import write_curve, write_metrics
 from pipeline.data.batches import SupervisedBatches
 from pipeline.lineage.declaration import declaration
@@ -16,7 +16,7 @@ from pipeline.rollout.torch_engine import TorchRolloutEngine
 from pipeline.stage import stage_run
 from pipeline.text.tokenizer import load_tokenizer
 from pipeline.training.device import open_device
-from pipeline.training.objectives import LanguageModelling
+from pipeline.training.language_objective import LanguageModelling
 from pipeline.training.panels import chat_prompts, greedy_panel
 from pipeline.training.state import TrainState
 from pipeline.training.supervised import SupervisedTask, total_steps, train_supervised

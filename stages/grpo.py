@@ -7,7 +7,7 @@ Run     dvc repro --single-item grpo
 
 from pathlib import Path
 
-from pipeline.checkpoint import load_model, model_meta, save_model
+from pipeline.checkpoint.files import load_model, model_meta, save_model
 from pipeline.curves import write_curve, write_metrics
 from pipeline.lineage.declaration import declaration
 from pipeline.params import load_params

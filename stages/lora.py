@@ -7,7 +7,8 @@ Run     dvc repro --single-item lora
 
 from pathlib import Path
 
-from pipeline.checkpoint import load_model, lora_meta, save_model
+from pipeline.checkpoint.files import load_model, save_model
+from pipeline.checkpoint.lora import lora_meta
 from pipeline.curves import write_curve, write_metrics
 from pipeline.data.batches import SupervisedBatches
 from pipeline.lineage.declaration import declaration
@@ -17,7 +18,7 @@ from pipeline.rollout.torch_engine import TorchRolloutEngine
 from pipeline.stage import stage_run
 from pipeline.text.tokenizer import load_tokenizer
 from pipeline.training.device import open_device
-from pipeline.training.objectives import LanguageModelling
+from pipeline.training.language_objective import LanguageModelling
 from pipeline.training.panels import chat_prompts, greedy_panel
 from pipeline.training.state import TrainState
 from pipeline.training.supervised import SupervisedTask, total_steps, train_supervised

@@ -1,13 +1,13 @@
-"""Stage reward: a Bradley-Terry reward model on the full_sft backbone, or a check of an external one.
+"""Stage reward: a Bradley-Terry reward model on the full_sft backbone on preference pairs.
 
-Reads   data/tokenizer, data/encoded/dpo, checkpoints/full_sft, external/<reward.external>
+Reads   data/tokenizer, data/encoded/dpo, checkpoints/full_sft
 Writes  checkpoints/reward.{pth,json}, metrics/reward.json, plots/reward.csv
 Run     dvc repro --single-item reward
 """
 
 from pathlib import Path
 
-from pipeline.checkpoint import load_model, model_meta, save_model
+from pipeline.checkpoint.files import load_model, model_meta, save_model
 from pipeline.curves import write_curve, write_metrics
 from pipeline.data.batches import PairBatches
 from pipeline.lineage.declaration import declaration
@@ -16,8 +16,7 @@ from pipeline.params import load_params
 from pipeline.stage import stage_run
 from pipeline.text.tokenizer import load_tokenizer
 from pipeline.training.device import open_device
-from pipeline.training.objectives import RewardModelling, score_scale
-from pipeline.training.panels import scored_panel
+from pipeline.training.reward_objective import RewardModelling, score_scale, scored_panel
 from pipeline.training.state import TrainState
 from pipeline.training.supervised import SupervisedTask, total_steps, train_supervised
 from pipeline.training.updater import Updater

@@ -11,19 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint import (
-    load_foreign,
-    load_lora_model,
-    load_model,
-    load_reward_model,
-    load_state,
-    lora_meta,
-    model_meta,
-    save_model,
-    write_atomically,
-)
+from pipeline.checkpoint.files import load_foreign, load_model, load_state, model_meta, save_model, write_atomically
+from pipeline.checkpoint.lora import load_lora_model, lora_meta
+from pipeline.checkpoint.reward import load_reward_model
 from pipeline.errors import DataError
-from pipeline.model import CausalLM, ModelConfig, RewardModel, add_lora, lora_state_dict
+from pipeline.model.config import ModelConfig
+from pipeline.model.heads import RewardModel
+from pipeline.model.lora import add_lora, lora_state_dict
+from pipeline.model.transformer import CausalLM
 
 CONFIG = ModelConfig(
     vocab_size=37,
@@ -81,7 +76,8 @@ def test_bytes_do_not_depend_on_name_order_or_process(tmp_path):
     assert (tmp_path / "another_name.pth").read_bytes() == first
     assert (tmp_path / "another_name.json").read_bytes() == (tmp_path / "pretrain.json").read_bytes()
     code = (
-        "import sys; from pathlib import Path; from pipeline.checkpoint import *; from pipeline.model import *\n"
+        "import sys; from pathlib import Path; from pipeline.checkpoint.files import *\n"
+        "from pipeline.model.transformer import CausalLM, ModelConfig\n"
         "source, target = map(Path, sys.argv[1:]); model = load_model(source)\n"
         "save_model(target, model.state_dict(), model_meta('causal_lm', model.config, 'abc'))"
     )

@@ -131,14 +131,11 @@ def test_template_is_part_of_what_reads_it(root: Path) -> None:
     assert "pipeline/text/chat_template.jinja" in CodeBase(root).hashes("stages.tokenizer")
 
 
-JOINED = pytest.mark.xfail(strict=True, reason="training/objectives.py holds the objectives of both")
-
-
 @pytest.mark.parametrize(
     ("module", "stages"),
     [
-        pytest.param("pipeline.maths.supervised", {"pretrain", "full_sft", "lora"}, marks=JOINED),
-        pytest.param("pipeline.maths.preference", {"dpo", "reward", "eval"}, marks=JOINED),
+        ("pipeline.maths.supervised", {"pretrain", "full_sft", "lora"}),
+        ("pipeline.maths.preference", {"dpo", "reward", "eval"}),
         ("pipeline.maths.policy", {"ppo", "grpo", "agent"}),
         ("pipeline.maths.value", {"ppo"}),
         ("pipeline.data.encode", {"encode"}),

@@ -35,7 +35,7 @@ DIRECT = {
     "model": {"pretrain"},
     **{name: {name} for name in (*TRAINING, "eval")},
     **{f"{name}.max_seq_len": {f"encode@{name}"} for name in ENCODED},
-    "reward.external": {"reward", "ppo", "grpo", "agent", "eval"},
+    "reward.external": {"ppo", "grpo", "agent", "eval"},
     "rewards": {"ppo", "grpo", "agent", "eval"},
     **{f"rewards.{name}": {"agent"} for name in ("answer", "tool_call", "agent_clip")},  # terms of tool tasks alone
     "runtime": set(),

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipeline.errors import ParamsError
-from pipeline.model import CausalLM, KVCache, ModelConfig
+from pipeline.model.config import ModelConfig
+from pipeline.model.kv_cache import KVCache
+from pipeline.model.transformer import CausalLM
 from pipeline.params.schema import RopeScaling
 
 CLOSE = {"rtol": 0.0, "atol": 1e-5}

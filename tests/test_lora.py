@@ -8,9 +8,10 @@ import transformers
 from torch import Tensor
 
 from pipeline.errors import DataError, ParamsError, PipelineError
-from pipeline.model import CausalLM, ModelConfig, add_lora, load_lora, lora_state_dict, merge_lora
+from pipeline.model.config import ModelConfig
 from pipeline.model.interop import qwen3_config
-from pipeline.model.lora import LoraLinear
+from pipeline.model.lora import LoraLinear, add_lora, load_lora, lora_state_dict, merge_lora
+from pipeline.model.transformer import CausalLM
 
 CLOSE = {"rtol": 0.0, "atol": 1e-5}
 CONFIG = ModelConfig(

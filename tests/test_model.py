@@ -15,12 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pipeline.checkpoint import load_foreign
+from pipeline.checkpoint.files import load_foreign
 from pipeline.errors import ParamsError
-from pipeline.model import CausalLM, ModelConfig, RewardModel, ValueModel, num_parameters
+from pipeline.model.config import ModelConfig, num_parameters
+from pipeline.model.heads import RewardModel, ValueModel
 from pipeline.model.interop import qwen3_config, stack_experts, unstack_experts
 from pipeline.model.moe import MixtureOfExperts
 from pipeline.model.rope import apply_rope, rope_frequencies, rope_tables
+from pipeline.model.transformer import CausalLM
 from pipeline.params.schema import ModelParams, RopeScaling
 
 ROOT = Path(__file__).parents[1]

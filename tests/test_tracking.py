@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from pipeline.curves import write_curve, write_metrics
+from pipeline.digests import digest
 from pipeline.params.schema import Runtime
 from pipeline.stage import StageRun, stage_run
 from pipeline.supervise import hold
@@ -27,7 +28,7 @@ from pipeline.tracking import saves
 from pipeline.tracking.console import ProgressBar
 from pipeline.tracking.description import flatten, run_name, run_tags
 from pipeline.tracking.recorder import JsonLines, Recorder
-from pipeline.tracking.run_folder import RunFolder, digest, read_json, write_json
+from pipeline.tracking.run_folder import RunFolder, read_json, write_json
 
 ROOT = Path(__file__).parents[1]
 PARAMS: dict[str, Any] = {

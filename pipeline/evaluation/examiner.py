@@ -6,10 +6,13 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from pipeline.checkpoint import load_lora_model, load_model, load_reward_model
+from pipeline.checkpoint.files import load_model
+from pipeline.checkpoint.lora import load_lora_model
+from pipeline.checkpoint.reward import load_reward_model
 from pipeline.data.batches import PairBatches, SupervisedBatches
 from pipeline.data.prepared import iter_prepared
 from pipeline.data.prompts import PromptSet, PromptTask
+from pipeline.digests import digests
 from pipeline.evaluation.panel import Examiner, Panel, RowValues, questions_of
 from pipeline.evaluation.results import cached
 from pipeline.model.config import ModelConfig
@@ -19,10 +22,9 @@ from pipeline.params.schema import Eval, Params
 from pipeline.rewards.scoring import CompletionScorer
 from pipeline.text.chat import ChatEncoder
 from pipeline.text.tokenizer import Tokenizer, load_tokenizer
-from pipeline.tracking.run_folder import digests
 from pipeline.training.device import Device, open_device
-from pipeline.training.objectives import RewardModelling
 from pipeline.training.policy_setup import open_reward_model
+from pipeline.training.reward_objective import RewardModelling
 
 DATA, CHECKPOINTS = Path("data"), Path("checkpoints")
 MODELS = ("pretrain", "full_sft", "lora", "dpo", "reward", "ppo", "grpo", "agent")

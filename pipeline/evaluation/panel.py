@@ -20,7 +20,7 @@ from pipeline.rollout.torch_engine import TorchRolloutEngine
 from pipeline.text.chat import ChatEncoder
 from pipeline.text.tokenizer import Tokenizer
 from pipeline.training.device import Device
-from pipeline.training.objectives import RewardModelling
+from pipeline.training.reward_objective import RewardModelling
 from pipeline.training.updater import seed_for
 
 RowValues = dict[str, list[float]]

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

@@ -1,5 +1,6 @@
 """From trajectories to rewards: the callables that the reinforcement loops and the evaluation share."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -7,9 +8,13 @@ from pipeline.data.prompts import PromptTask
 from pipeline.params.schema import Rewards
 from pipeline.rewards.agent import agent_rewards
 from pipeline.rewards.completion import completion_rewards, total_reward
-from pipeline.rewards.model import RewardScorer
+from pipeline.rewards.model import Messages, RewardScorer
 from pipeline.rewards.verify import verify
 from pipeline.rollout.records import StopReason, Trajectory
+from pipeline.text.turns import ParsedTurn
+
+NOTHING = ParsedTurn(thinking=None, answer="", calls=[], malformed_calls=0)
+"""The turn of a trajectory whose prompt left no room for one."""
 
 
 @dataclass(slots=True)
@@ -29,6 +34,14 @@ def solved(task: PromptTask, trajectory: Trajectory) -> bool:
     return trajectory.stop is StopReason.EOS and all(verify(task.gt, trajectory.final_answer))
 
 
+def model_scores(model: RewardScorer, items: Sequence[tuple[Messages, str]]) -> list[float]:
+    """The model's scores; one that is not finite (half precision overflows) becomes -inf, the worst.
+
+    Clamping would turn NaN into the best score, and a policy would learn to write what breaks the reward model.
+    """
+    return [score if math.isfinite(score) else -math.inf for score in model.score(items)] if items else []
+
+
 @dataclass(slots=True)
 class CompletionScorer:
     """Rewards of single-turn completions (ppo, grpo); the reward model scores all answers in one call."""
@@ -37,12 +50,12 @@ class CompletionScorer:
     model: RewardScorer
 
     def __call__(self, tasks: Sequence[PromptTask], trajectories: Sequence[Trajectory]) -> list[Scored]:
-        answers = [t.turns[-1].parsed.answer if t.turns else "" for t in trajectories]
-        scores = self.model.score([(task.messages, answer) for task, answer in zip(tasks, answers, strict=True)])
+        turns = [t.turns[-1].parsed if t.turns else NOTHING for t in trajectories]
+        scores = model_scores(self.model, [(task.messages, turn.answer) for task, turn in zip(tasks, turns, strict=True)])
         scored = []
-        for task, trajectory, score in zip(tasks, trajectories, scores, strict=True):
+        for task, trajectory, turn, score in zip(tasks, trajectories, turns, scores, strict=True):
             terms = completion_rewards(
-                trajectory.turns[-1].parsed,
+                turn,
                 open_thinking=task.open_thinking,
                 model_score=score,
                 truncated=trajectory.stop is not StopReason.EOS,
@@ -63,7 +76,7 @@ class EpisodeScorer:
     def __call__(self, tasks: Sequence[PromptTask], trajectories: Sequence[Trajectory]) -> list[Scored]:
         plain = [place for place, task in enumerate(tasks) if not task.tools]
         items = [(tasks[place].messages, trajectories[place].final_answer) for place in plain]
-        scores = dict(zip(plain, self.model.score(items), strict=True)) if items else {}
+        scores = dict(zip(plain, model_scores(self.model, items), strict=True))
         scored = []
         for place, (task, trajectory) in enumerate(zip(tasks, trajectories, strict=True)):
             terms = agent_rewards(

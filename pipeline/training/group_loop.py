@@ -28,6 +28,7 @@ from pipeline.training.rollouts import (
     sample_rows,
     sampled_logprobs,
     tool_metrics,
+    without_dropout,
 )
 from pipeline.training.state import Recorder, TrainState, run_steps
 from pipeline.training.updater import seed_for
@@ -70,6 +71,7 @@ def train_group(task: GroupTask, settings: Group, device: Device, recorder: Reco
     return {
         **task.state.results,
         "train/steps": float(task.state.step),
+        "train/tokens_seen": task.state.counters.get("tokens_seen", 0.0),
         "train/skipped_steps": float(sum(u.skipped for u in task.state.updaters.values())),
         "train/zero_signal_steps": task.state.counters.get("zero_signal_steps", 0.0),
     }
@@ -91,7 +93,7 @@ def group_step(task: GroupTask, settings: Group, device: Device, step: int) -> t
     good = torch.tensor([s.good for s in collected.scored]).view(-1, settings.group_size)
     advantages = group_advantages(collected.rewards, settings.group_size)
     metrics = rollout_metrics(collected) | group_metrics(rewards, good)
-    if prompts[0].tools is not None or any(t.tool_results for t in collected.trajectories):
+    if any(prompt.tools for prompt in prompts):
         metrics |= tool_metrics(collected)
     updated = time.perf_counter()
     metrics |= update_policy(task, settings, device, step, collected, advantages, prompts)
@@ -118,7 +120,7 @@ def update_policy(
 ) -> dict[str, float]:
     """`updates_per_rollout` optimizer steps on one rollout; a rollout without any signal leaves weights and moments untouched."""
     (updater,) = task.state.updaters.values()
-    task.policy.eval()  # no dropout: the policy that is updated is the one that sampled
+    without_dropout(task.policy)
     trajectories = collected.trajectories
     batches = list(micro_batches(trajectories, range(len(trajectories)), settings.micro_batch_size, device))
     num_sequences = sum(len(batch.rows) for batch in batches)

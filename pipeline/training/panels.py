@@ -5,14 +5,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from pipeline.data.batches import PairBatches, SupervisedBatches
 from pipeline.data.prepared import iter_prepared
 from pipeline.rollout.records import RolloutEngine
 from pipeline.text.chat import ChatEncoder
 from pipeline.text.tokenizer import Tokenizer
-from pipeline.training.objectives import RewardModelling
 
 PANEL_ROWS = 8
 DOCUMENT_PROMPT_LEN = 16
@@ -33,27 +30,6 @@ def greedy_panel(
         return [
             {"prompt": decode(prompt), "completion": decode(done.ids), "stop": done.stop.value}
             for prompt, done in zip(prompts, completions, strict=True)
-        ]
-
-    return rows
-
-
-def scored_panel(objective: RewardModelling, batch: Any, decode: Decode) -> Callable[[], Rows]:
-    """A callable that scores one held-out batch of pairs: rows of both texts, both scores and their margin."""
-
-    @torch.no_grad()
-    def rows() -> Rows:
-        chosen, rejected = objective.scores(batch).cpu().chunk(2)
-        ids = batch.input_ids.tolist()
-        return [
-            {
-                "chosen": decode([token for token in ids[pair] if token]),
-                "rejected": decode([token for token in ids[pair + len(chosen)] if token]),
-                "chosen_score": float(chosen[pair]),
-                "rejected_score": float(rejected[pair]),
-                "margin": float(chosen[pair] - rejected[pair]),
-            }
-            for pair in range(min(len(chosen), 8))
         ]
 
     return rows

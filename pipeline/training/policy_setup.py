@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.checkpoint import load_meta, load_reward_model
+from pipeline.checkpoint.files import load_meta
+from pipeline.checkpoint.reward import load_reward_model
 from pipeline.data.prompts import PromptSet, PromptTask
 from pipeline.params.schema import Sampling
 from pipeline.rewards.model import ExternalRewardModel, RewardScorer, TrainedRewardModel

@@ -27,6 +27,7 @@ from pipeline.training.rollouts import (
     rollout_metrics,
     sample_rows,
     sampled_logprobs,
+    without_dropout,
 )
 from pipeline.training.state import Recorder, TrainState, run_steps
 from pipeline.training.updater import seed_for
@@ -79,6 +80,7 @@ def train_ppo(task: PpoTask, settings: Ppo, device: Device, recorder: Recorder) 
     return {
         **task.state.results,
         "train/steps": float(task.state.step),
+        "train/tokens_seen": task.state.counters.get("tokens_seen", 0.0),
         "train/skipped_steps": float(sum(u.skipped for u in task.state.updaters.values())),
         "train/early_stops": task.state.counters.get("early_stops", 0.0),
     }
@@ -95,7 +97,7 @@ def ppo_step(task: PpoTask, settings: Ppo, device: Device, step: int) -> tuple[d
     prompts = task.prompts.batch(epoch, index)
     keys = [seed_for(settings.seed, "rollout", step, place) for place in range(len(prompts))]
     collected = collect(prompts, keys, task.rollout, task.score)
-    task.policy.eval()  # no dropout: the policy that is updated is the one that sampled
+    without_dropout(task.policy)
     task.critic.eval()
     experience = estimate(task, settings, device, collected)
     updated = time.perf_counter()
@@ -116,7 +118,11 @@ def ppo_step(task: PpoTask, settings: Ppo, device: Device, step: int) -> tuple[d
 
 @torch.no_grad()
 def estimate(task: PpoTask, settings: Ppo, device: Device, collected: Collected) -> list[Experience]:
-    """Old values, reference logprobs, GAE, and advantages whitened over the whole step."""
+    """Old values, reference logprobs, GAE, and advantages whitened over the whole step.
+
+    A completion cut at its length limit ends like any other, with a value of 0 after its last token: there is no later
+    reward, and the term `unfinished` already says what being cut is worth.
+    """
     trajectories = collected.trajectories
     experience = []
     for batch in micro_batches(trajectories, range(len(trajectories)), settings.micro_batch_size, device):
@@ -238,9 +244,10 @@ def update_mini_batch(
         value_parts.append(value_part)
     measured = {f"policy/{name}": value for name, value in combine(policy_parts).items()}
     measured |= {f"value/{name}": value for name, value in combine(value_parts).items()}
+    total = losses["policy"] + settings.vf_coef * losses["value"]
     measured["policy/ratio_first_update"] = measured.pop("policy/ratio")
     measured["rollout/logprob_diff_max"] = measured.pop("policy/logprob_diff_max")
-    return measured | {"policy/loss": losses["policy"], "value/loss": losses["value"], "train/loss": sum(losses.values())}
+    return measured | {"policy/loss": losses["policy"], "value/loss": losses["value"], "train/loss": total}
 
 
 def gather_rows(batch: MicroBatch, located: dict[int, tuple[Experience, int]], name: str) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pipeline.data.prompts import PromptTask
 from pipeline.maths.logprobs import token_logprobs
+from pipeline.model.moe import MixtureOfExperts
 from pipeline.model.transformer import CausalLM
 from pipeline.rewards.scoring import Scored
 from pipeline.rollout.records import StopReason, Trajectory, pad_trajectories
@@ -18,8 +19,6 @@ from pipeline.training.device import Device
 from pipeline.training.objectives import real_positions
 
 Rollout = Callable[[Sequence[PromptTask], Sequence[int]], list[Trajectory]]
-
-
 Scorer = Callable[[Sequence[PromptTask], Sequence[Trajectory]], list[Scored]]
 
 
@@ -75,6 +74,14 @@ def micro_batches(trajectories: Sequence[Trajectory], rows: Sequence[int], size:
         part = kept[start : start + size]
         tensors = pad_trajectories([trajectories[row] for row in part], pad_id=0)
         yield MicroBatch(torch.tensor(part), *(tensor.to(device.device) for tensor in tensors))
+
+
+def without_dropout(policy: CausalLM) -> None:
+    """Evaluation mode, so that the policy that is updated is the one that sampled; routers alone go on taking statistics."""
+    policy.eval()
+    for module in policy.modules():
+        if isinstance(module, MixtureOfExperts):
+            module.train()
 
 
 def sampled_logprobs(model: CausalLM, batch: MicroBatch, temperature: float, device: Device) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,6 @@
 """What a run needs to go on exactly where it was: weights, moments, counters. Random draws need no state (`seed_for`)."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
@@ -48,15 +49,16 @@ class TrainState:
     def average_tail(self, metrics: Mapping[str, float], *, step: int, first: int) -> None:
         """Keeps in `results` the running means of `metrics` over the steps from `first` on (all steps when negative).
 
-        A reinforcement stage's last step alone is noise; clock-bound keys are left out.
+        The last step alone is noise. Each mean is over the steps that have the key and a finite value; clock-bound keys are
+        left out.
         """
         if step < first:
             return
-        seen = self.count("tail_steps", 1)
         for name, value in metrics.items():
-            if not name.startswith(("time/", "memory/")) and not name.endswith("_per_s"):
-                before = self.results.get(name, 0.0)
-                self.results[name] = before + (value - before) / seen
+            if name.startswith(("time/", "memory/")) or name.endswith("_per_s") or not math.isfinite(value):
+                continue
+            before = self.results.get(name, 0.0)
+            self.results[name] = before + (value - before) / self.count(f"tail_steps/{name}", 1)
 
     def state_dict(self) -> dict[str, Any]:
         return {

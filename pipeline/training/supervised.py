@@ -55,8 +55,11 @@ def windows_per_epoch(settings: Supervised, batches: Batches) -> int:
 
 
 def train_supervised(task: SupervisedTask, settings: Supervised, device: Device, recorder: Recorder) -> dict[str, float]:
-    """Trains to the end and returns the final metrics, `val/*` of the start and end weights among them."""
+    """Trains to the end; the summary holds `val/*` of the end weights, `val/loss_start` of the start weights, and means of
+    the training metrics over the last tenth of the steps.
+    """
     state, steps = task.state, total_steps(settings, task.train)
+    window = max(1, steps // 10)
 
     def check(step: int) -> None:
         metrics = validate(task)
@@ -72,6 +75,7 @@ def train_supervised(task: SupervisedTask, settings: Supervised, device: Device,
         metrics = train_window(task, settings, device, step)
         if (step + 1) % settings.val_every == 0 or step + 1 == steps:
             check(step + 1)
+        state.average_tail(metrics, step=step, first=steps - window)
         return metrics
 
     run_steps(state, recorder, steps, one_step, at_start=lambda: check(0))

@@ -8,7 +8,7 @@ import os
 import pickle
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import DataError
-from pipeline.model import CausalLM, ModelConfig, RewardModel, load_lora
+from pipeline.model.config import ModelConfig
+from pipeline.model.transformer import CausalLM
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -38,12 +39,6 @@ UNREADABLE = (
 def model_meta(kind: str, config: ModelConfig, tokenizer_digest: str, **extra: Any) -> dict[str, Any]:
     """What `save_model` writes beside the weights of a `causal_lm`, `reward` or `lora` checkpoint."""
     return {"kind": kind, "model": config.to_dict(), "tokenizer": tokenizer_digest, **extra}
-
-
-def lora_meta(config: ModelConfig, tokenizer_digest: str, *, rank: int, alpha: float, targets: Iterable[str]) -> dict[str, Any]:
-    """`model_meta` of adapters: the base model's configuration and what `add_lora` was given."""
-    lora = {"rank": rank, "alpha": alpha, "targets": list(targets)}
-    return model_meta("lora", config, tokenizer_digest, lora=lora)
 
 
 def save_model(path: Path, state: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
@@ -75,27 +70,6 @@ def load_model(path: Path, *, tokenizer_digest: str | None = None) -> CausalLM:
     model = CausalLM(meta["model"])
     load_strictly(model, load_state(path), path)
     return model.eval()
-
-
-def load_reward_model(path: Path, *, tokenizer_digest: str | None = None) -> RewardModel:
-    """The reward model that `save_model` wrote, on the CPU, in evaluation mode. Errors as `load_model`."""
-    meta = load_meta(path, "reward", tokenizer_digest)
-    model = RewardModel(meta["model"])
-    load_strictly(model, load_state(path), path)
-    return model.eval()
-
-
-def load_lora_model(base: Path, path: Path, *, tokenizer_digest: str | None = None) -> CausalLM:
-    """The language model at `base` with the adapters at `path`, not merged. Errors as `load_model`."""
-    meta = load_meta(path, "lora", tokenizer_digest)
-    model, state = load_model(base, tokenizer_digest=tokenizer_digest), load_state(path)
-    try:
-        load_lora(model, state, meta["lora"])
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from error
-    except (KeyError, TypeError) as error:
-        raise DataError(f"{path.with_suffix('.json')}: `lora` must hold rank, alpha and targets ({error})") from error
-    return model
 
 
 def load_foreign(path: Path, config: ModelConfig) -> CausalLM:

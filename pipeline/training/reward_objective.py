@@ -1,0 +1,69 @@
+"""Bradley-Terry reward modelling: what reward minimises, the scale of its scores, and a table of scored pairs."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.data.batches import PairBatch, PairBatches
+from pipeline.maths.preference import bradley_terry_loss
+from pipeline.model.heads import RewardModel
+from pipeline.training.device import Device
+from pipeline.training.objectives import LossSum, last_trained, sums_of
+
+Rows = list[dict[str, Any]]
+
+
+class RewardModelling:
+    """Bradley-Terry (arXiv:2203.02155, eq. 1) on the scores at each sequence's last trained token."""
+
+    def __init__(self, model: RewardModel, device: Device) -> None:
+        self.model, self.device = model, device
+
+    def count(self, batch: PairBatch) -> int:
+        return batch.num_pairs
+
+    def tokens(self, batch: PairBatch) -> int:
+        return batch.num_trained
+
+    def scores(self, batch: PairBatch) -> Tensor:
+        """Raw scores, [2n]: n chosen, then n rejected."""
+        with self.device.autocast():
+            return self.model(batch.input_ids.to(self.device.device), last_trained(batch.labels).to(self.device.device)).float()
+
+    def __call__(self, batch: PairBatch) -> LossSum:
+        scores, n = self.scores(batch), batch.num_pairs
+        loss, metrics = bradley_terry_loss(scores, num_pairs=1)
+        return LossSum(loss, n, sums_of(loss, metrics))
+
+
+@torch.no_grad()
+def score_scale(objective: RewardModelling, pairs: PairBatches) -> tuple[float, float]:
+    """Mean and population standard deviation of the model's scores over all answers of `pairs`."""
+    objective.model.eval()
+    scores = torch.cat([objective.scores(batch).cpu() for batch in pairs.in_order()]).double()
+    return float(scores.mean()), max(float(scores.std(unbiased=False)), 1e-6)
+
+
+def scored_panel(
+    objective: RewardModelling, batch: Any, decode: Callable[[Sequence[int]], str]
+) -> Callable[[], list[dict[str, Any]]]:
+    """A callable that scores one held-out batch of pairs: rows of both texts, both scores and their margin."""
+
+    @torch.no_grad()
+    def rows() -> Rows:
+        chosen, rejected = objective.scores(batch).cpu().chunk(2)
+        ids = batch.input_ids.tolist()
+        return [
+            {
+                "chosen": decode([token for token in ids[pair] if token]),
+                "rejected": decode([token for token in ids[pair + len(chosen)] if token]),
+                "chosen_score": float(chosen[pair]),
+                "rejected_score": float(rejected[pair]),
+                "margin": float(chosen[pair] - rejected[pair]),
+            }
+            for pair in range(min(len(chosen), 8))
+        ]
+
+    return rows
