@@ -51,7 +51,8 @@ def main() -> None:
 
         # 3. Train
         engine = TorchRolloutEngine(model, stop_ids=[tokenizer.eos_id], pad_id=tokenizer.pad_id, max_rows=16)
-        panel = greedy_panel(engine, tokenizer.decode_all, pair_prompts(held_out), max_new_tokens=96)
+        prompts, window = pair_prompts(held_out), model.config.max_position_embeddings
+        panel = greedy_panel(engine, tokenizer.decode_all, prompts, max_new_tokens=96, window=window)
         objective = DirectPreference(model, reference, device, beta=settings.beta)
         summary = train_supervised(SupervisedTask(state, objective, train, held_out, "dpo", panel), settings, device, run)
 

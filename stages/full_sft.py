@@ -54,7 +54,8 @@ def main() -> None:
 
         # 3. Train
         engine = TorchRolloutEngine(model, stop_ids=[tokenizer.eos_id], pad_id=tokenizer.pad_id, max_rows=16)
-        panel = greedy_panel(engine, tokenizer.decode_all, chat_prompts(PREPARED, tokenizer), max_new_tokens=96)
+        prompts, window = chat_prompts(PREPARED, tokenizer), model.config.max_position_embeddings
+        panel = greedy_panel(engine, tokenizer.decode_all, prompts, max_new_tokens=96, window=window)
         task = SupervisedTask(state, LanguageModelling(model, device), train, held_out, "train", panel)
         summary = train_supervised(task, settings, device, run)
 

@@ -51,7 +51,8 @@ def main() -> None:
 
         # 3. Train
         engine = TorchRolloutEngine(model, stop_ids=[tokenizer.pad_id, tokenizer.eos_id], pad_id=tokenizer.pad_id, max_rows=16)
-        panel = greedy_panel(engine, tokenizer.decode_all, document_prompts(held_out), max_new_tokens=48)
+        prompts, window = document_prompts(held_out), config.max_position_embeddings
+        panel = greedy_panel(engine, tokenizer.decode_all, prompts, max_new_tokens=48, window=window)
         task = SupervisedTask(state, LanguageModelling(model, device), train, held_out, "train", panel)
         summary = train_supervised(task, settings, device, run)
 

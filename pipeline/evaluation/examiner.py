@@ -1,7 +1,7 @@
 """Opens the panel and every checkpoint of the lineage, and measures each model that is not in the cache."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -52,7 +52,7 @@ def measure_all(params: Params, deps: Sequence[str], cache: Path, *, announce: C
         params.rewards, open_reward_model(CHECKPOINTS / "reward.pth", params.reward.external, tokenizer, device)
     )
     panel = open_panel(params.eval, tokenizer, config)
-    examiner = Examiner(panel, params.eval, tokenizer, ChatEncoder(tokenizer), score, device)
+    examiner = Examiner(panel, params.eval, tokenizer, ChatEncoder(tokenizer), score, device, config.max_position_embeddings)
     measured = {}
     for name in MODELS:
         names = [name, "full_sft"] if name == "lora" else [name]
@@ -88,14 +88,16 @@ def open_panel(params: Eval, tokenizer: Tokenizer, config: ModelConfig) -> Panel
     return Panel(
         SupervisedBatches(DATA / "encoded/pretrain/held_out.arrow", batch_size=TEXT_BATCH, seed=params.seed, tokenizer=tokenizer),
         PairBatches(DATA / "encoded/dpo/held_out.arrow", batch_size=PAIR_BATCH, seed=params.seed, tokenizer=tokenizer),
-        questions_of(list(iter_prepared(DATA / "prepared/full_sft", "held_out")), encoder, params.panel_rows),
-        held_out_tasks("rlaif", params, tokenizer, room, params.thinking_ratio),
-        held_out_tasks("agent", params, tokenizer, room, 0.0),
+        questions_of(
+            iter_prepared(DATA / "prepared/full_sft", "held_out"), encoder, limit=params.panel_rows, max_prompt_len=room
+        ),
+        list(islice(held_out_tasks("rlaif", params, tokenizer, room, params.thinking_ratio), params.panel_rows)),
+        list(islice((t for t in held_out_tasks("agent", params, tokenizer, room, 0.0) if t.gt), params.panel_rows)),
     )
 
 
-def held_out_tasks(name: str, params: Eval, tokenizer: Tokenizer, room: int, thinking_ratio: float) -> list[PromptTask]:
-    """Held-out prompts of a set; the seed decides which of them ask for thinking."""
+def held_out_tasks(name: str, params: Eval, tokenizer: Tokenizer, room: int, thinking_ratio: float) -> Iterator[PromptTask]:
+    """Held-out prompts of a set; the seed decides their order and which of them ask for thinking."""
     prompts = PromptSet(
         DATA / "prepared" / name,
         "held_out",
@@ -106,5 +108,4 @@ def held_out_tasks(name: str, params: Eval, tokenizer: Tokenizer, room: int, thi
         max_dropped_frac=1.0,
         thinking_ratio=thinking_ratio,
     )
-    tasks = (task for index in range(prompts.batches_per_epoch) for task in prompts.batch(0, index))
-    return list(islice(tasks, params.panel_rows))
+    return (task for index in range(prompts.batches_per_epoch) for task in prompts.batch(0, index))

@@ -2,8 +2,9 @@
 
 import math
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -50,16 +51,24 @@ class Panel:
         return len(self.questions) + len(self.prompts) + len(self.tasks)
 
 
-def questions_of(rows: Sequence[dict[str, Any]], encoder: ChatEncoder, limit: int) -> list[Question]:
-    """The first `limit` single-turn chats without system message, tools or reasoning: those that have one right form."""
-    chosen = [
+def questions_of(rows: Iterable[dict[str, Any]], encoder: ChatEncoder, *, limit: int, max_prompt_len: int) -> list[Question]:
+    """The first `limit` single-turn chats without system message, tools or reasoning: those that have one right form.
+
+    Args:
+        rows: prepared chats.
+        encoder: encodes the question with its generation prompt.
+        limit: most questions.
+        max_prompt_len: longer questions, in tokens, are passed over.
+    """
+    chats = (
         row["conversations"]
         for row in rows
         if [message["role"] for message in row["conversations"]] == ["user", "assistant"]
         and not row["tools"]
         and not row["conversations"][1].get("reasoning_content")
-    ]
-    return [Question(encoder.encode_prompt(chat[:1]), chat[1]["content"]) for chat in chosen[:limit]]
+    )
+    questions = (Question(encoder.encode_prompt(chat[:1]), chat[1]["content"]) for chat in chats)
+    return list(islice((question for question in questions if len(question.prompt_ids) <= max_prompt_len), limit))
 
 
 def normalised(text: str) -> str:
@@ -69,7 +78,11 @@ def normalised(text: str) -> str:
 
 @dataclass(slots=True)
 class Examiner:
-    """Measures models on one panel; holds what does not change from model to model."""
+    """Measures models on one panel; holds what does not change from model to model.
+
+    Attributes:
+        window: most positions of the models; an episode that outgrows it ends unfinished.
+    """
 
     panel: Panel
     params: Eval
@@ -77,6 +90,7 @@ class Examiner:
     encoder: ChatEncoder
     score: CompletionScorer
     device: Device
+    window: int
 
     def measure(self, model: CausalLM) -> RowValues:
         """Every generative metric of one language model."""
@@ -178,7 +192,7 @@ class Examiner:
             keys=self.keys(what, len(tasks)),
             max_turns=max_turns,
             max_new_tokens=self.params.max_new_tokens,
-            max_total_len=10**9,
+            max_total_len=self.window,
             temperature=self.params.temperature,
             greedy=greedy,
         )
@@ -189,6 +203,7 @@ class Examiner:
 
 
 def calls_valid(trajectory: Trajectory) -> bool:
-    """At least one call was made, and none was malformed or failed."""
+    """At least one call was made and answered, and none was malformed or failed."""
     results = [result for turn in trajectory.tool_results for result in turn]
-    return bool(results) and not any(result.is_error for result in results)
+    malformed = any(turn.parsed.malformed_calls for turn in trajectory.turns)
+    return bool(results) and not malformed and not any(result.is_error for result in results)

@@ -62,6 +62,8 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float], confidence
 def verdict(values: Sequence[float], parent_values: Sequence[float], confidence: float, *, higher_is_better: bool) -> Verdict:
     """Paired comparison on the same rows: the bootstrap interval of the mean difference excludes 0, or it does not.
 
+    A single row has no spread and proves nothing.
+
     Raises:
         ValueError: the two models were not measured on the same rows.
     """
@@ -70,7 +72,7 @@ def verdict(values: Sequence[float], parent_values: Sequence[float], confidence:
     difference = np.asarray(values, dtype=np.float64) - np.asarray(parent_values, dtype=np.float64)
     resampled = difference[_resamples(len(difference))].mean(axis=1)
     low, high = np.quantile(resampled, [0.5 - confidence / 2, 0.5 + confidence / 2])
-    if low > 0 or high < 0:
+    if len(difference) > 1 and (low > 0 or high < 0):
         return "better" if (low > 0) == higher_is_better else "worse"
     return "no clear difference"
 

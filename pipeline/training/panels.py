@@ -19,9 +19,13 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def greedy_panel(
-    engine: RolloutEngine, decode: Decode, prompts: Sequence[Sequence[int]], max_new_tokens: int
+    engine: RolloutEngine, decode: Decode, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, window: int
 ) -> Callable[[], Rows]:
-    """A callable that answers `prompts` with the engine's current weights: rows of prompt, completion, stop reason."""
+    """A callable that answers `prompts` with the engine's current weights: rows of prompt, completion, stop reason.
+
+    Prompts that leave no room for `max_new_tokens` in the model's `window` are left out.
+    """
+    prompts = [prompt for prompt in prompts if len(prompt) + max_new_tokens <= window]
 
     def rows() -> Rows:
         completions = engine.generate(
@@ -37,8 +41,12 @@ def greedy_panel(
 
 def document_prompts(held_out: SupervisedBatches) -> list[list[int]]:
     """The openings of a few held-out documents, spread over their lengths."""
-    rows = [ids for batch in held_out.in_order() for ids in batch.input_ids.tolist()]
-    return [ids[:DOCUMENT_PROMPT_LEN] for ids in rows[:: max(1, len(rows) // PANEL_ROWS)][:PANEL_ROWS]]
+    rows = [
+        ids[: min(length, DOCUMENT_PROMPT_LEN)]
+        for batch in held_out.in_order()
+        for ids, length in zip(batch.input_ids.tolist(), (batch.labels != -100).sum(dim=1).tolist(), strict=True)
+    ]
+    return rows[:: max(1, len(rows) // PANEL_ROWS)][:PANEL_ROWS]
 
 
 def chat_prompts(prepared: Path, tokenizer: Tokenizer) -> list[list[int]]:

@@ -1,0 +1,249 @@
+"""What the tests of the loops share: a tiny tokenizer, sets, models and settings, and a recorder that keeps everything in memory."""
+
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.data.encode import encode_set
+from pipeline.data.prepare import prepare
+from pipeline.model.config import ModelConfig
+from pipeline.model.transformer import CausalLM
+from pipeline.params.schema import Data, Optimizer
+from pipeline.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from pipeline.training.device import Device
+from pipeline.training.state import TrainState
+from pipeline.training.updater import Update, Updater
+
+CPU = Device(torch.device("cpu"), None, gradient_checkpointing=False)
+WORDS = "red blue green dog cat bird house river stone wind".split()
+OPTIMIZER: dict[str, Any] = {
+    "seed": 1,
+    "epochs": 1,
+    "batch_size": 4,
+    "lr": 1e-3,
+    "warmup_steps": 1,
+    "min_lr_frac": 0.1,
+    "weight_decay": 0.01,
+    "max_grad_norm": 1.0,
+    "plot_every": 1,
+}
+SAMPLING: dict[str, Any] = OPTIMIZER | {
+    "max_prompt_len": 100,
+    "max_new_tokens": 6,
+    "temperature": 0.6,
+    "thinking_ratio": 0.5,
+    "micro_batch_size": 5,
+    "kl_coef": 0.02,
+    "system_prompt_frac": 0.0,
+    "sample_every": 2,
+}
+
+
+def make_tokenizer(folder: Path) -> Tokenizer:
+    train_tokenizer([" ".join(WORDS) + " user assistant\n"] * 3, folder, vocab_size=300, split_digits=True)
+    return load_tokenizer(folder)
+
+
+def make_config(vocab_size: int, **changes: Any) -> ModelConfig:
+    shape: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 48,
+        "max_position_embeddings": 512,
+        "rope_theta": 1e4,
+        "rope_scaling": None,
+        "rms_norm_eps": 1e-6,
+        "dropout": 0.0,
+        "use_moe": False,
+        "num_experts": 4,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": False,
+        "router_aux_loss_coef": 0.01,
+    }
+    return ModelConfig(**(shape | changes))
+
+
+def make_model(tokenizer: Tokenizer, *, seed: int = 3, sharpness: float = 1.0, **changes: Any) -> CausalLM:
+    """A model in evaluation mode; `sharpness` scales its matrices, so that its distributions are far from uniform."""
+    model = CausalLM(make_config(tokenizer.vocab_size, **changes), seed=seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter *= sharpness
+        if sharpness != 1.0:  # signs that keep a tied head from repeating the last id for ever
+            model.model.norm.weight.copy_(torch.randn(32, generator=torch.Generator().manual_seed(seed)))
+    return model.eval()
+
+
+def make_set(folder: Path, name: str, rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> None:
+    """Prepares rows into `folder/prepared/name` and, where training reads ids, encodes them into `folder/encoded/name`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    source = folder / f"{name}.jsonl"
+    source.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    sets = {key: {"source": "-"} for key in ("pretrain", "full_sft", "lora", "dpo", "rlaif", "agent")}
+    data = Data.model_validate(
+        {"sets": sets, "held_out_frac": 0.25, "held_out_max_rows": 99, "max_dropped_frac": 0.0, "seed": 7}, strict=False
+    )
+    prepare(name, source, folder / "prepared" / name, data)
+    if name not in ("rlaif", "agent"):
+        encode_set(name, folder / "prepared" / name, folder / "encoded" / name, tokenizer, max_seq_len=400, max_dropped_frac=0.0)
+
+
+def phrase(number: int) -> str:
+    """A text that is different for each number below 500, of one to nine words."""
+    return " ".join(WORDS[(number * 7 + place * (1 + number % 3)) % 10] for place in range(1 + number % 9)) + f" {number}"
+
+
+def documents(count: int) -> list[dict[str, Any]]:
+    return [{"text": phrase(number)} for number in range(count)]
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str, **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **fields}
+
+
+def chats(count: int) -> list[dict[str, Any]]:
+    return [{"conversations": [user(phrase(n)), assistant(WORDS[n % 10])]} for n in range(count)]
+
+
+def pairs(count: int) -> list[dict[str, Any]]:
+    """Every chosen answer says stone, every rejected one wind, somewhere."""
+    return [
+        {
+            "chosen": [user(phrase(n)), assistant(f"{WORDS[n % 5]} stone")],
+            "rejected": [user(phrase(n)), assistant(f"{WORDS[(n + 2) % 5]} wind" + " wind" * (n % 3))],
+        }
+        for n in range(count)
+    ]
+
+
+def prompts(count: int) -> list[dict[str, Any]]:
+    return [{"conversations": [user(phrase(n)), assistant("")]} for n in range(count)]
+
+
+class Killed(Exception):
+    """What a recorder raises in place of a kill."""
+
+
+class _Bar:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def update(self, step: int, **figures: float) -> None:
+        pass
+
+
+class MemoryRecorder:
+    """A `Recorder`; states go through bytes, as on disk.
+
+    Args:
+        saved: what an earlier recorder saved.
+        save_at: steps to save after.
+        kill_at: step to die after, its save and all later ones lost.
+    """
+
+    def __init__(self, saved: bytes | None = None, *, save_at: Sequence[int] = (), kill_at: int | None = None) -> None:
+        self.saved, self._save_at, self._kill_at = saved, save_at, kill_at
+        self.lines: list[tuple[int, dict[str, float]]] = []
+        self.samples: list[tuple[int, list[dict[str, Any]]]] = []
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.lines.append((step, dict(metrics)))
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.samples.append((step, [dict(row) for row in rows]))
+
+    def load(self) -> dict[str, Any] | None:
+        return None if self.saved is None else torch.load(io.BytesIO(self.saved), weights_only=True)
+
+    def checkpoint(self, step: int, make_state: Callable[[], Mapping[str, Any]]) -> None:
+        if step == self._kill_at:
+            raise Killed
+        if step in self._save_at:
+            buffer = io.BytesIO()
+            torch.save(dict(make_state()), buffer)
+            self.saved = buffer.getvalue()
+
+    def progress(self, total: int) -> _Bar:
+        return _Bar()
+
+    def at(self, step: int) -> dict[str, float]:
+        """Everything that was logged for a step."""
+        return {name: value for logged, metrics in self.lines if logged == step for name, value in metrics.items()}
+
+
+class SpyUpdater(Updater):
+    """An updater that remembers the gradients it was given."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.gradients: list[dict[str, Tensor]] = []
+
+    def update(self, step: int, *, context: str) -> Update:
+        self.gradients.append({name: p.grad.clone() for name, p in self.named if p.grad is not None})
+        return super().update(step, context=context)
+
+
+def snapshot(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def moments(updater: Updater) -> dict[str, Tensor]:
+    """Copies of everything the optimizer remembers."""
+    state = updater.adamw.state_dict()["state"]
+    return {f"{index}/{name}": value.clone() for index, entry in state.items() for name, value in entry.items()}
+
+
+def assert_bits_equal(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    different = [name for name in left if not torch.equal(left[name], right[name])]
+    assert different == []
+
+
+def assert_near(left: Mapping[str, Tensor], right: Mapping[str, Tensor], tolerance: float = 1e-6) -> None:
+    assert left.keys() == right.keys()
+    for name in left:
+        torch.testing.assert_close(left[name], right[name], atol=tolerance, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def twin_adamw(model: nn.Module, settings: Optimizer) -> torch.optim.AdamW:
+    """The optimizer that an `Updater` should be, written down anew: weight decay on matrices, but not on the embedding."""
+    decayed = [p for n, p in model.named_parameters() if p.requires_grad and p.dim() == 2 and n != "model.embed_tokens.weight"]
+    rest = [p for n, p in model.named_parameters() if p.requires_grad and not any(p is q for q in decayed)]
+    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=settings.lr)
+
+
+def twin_step(model: nn.Module, optimizer: torch.optim.AdamW, lr: float, max_grad_norm: float) -> None:
+    """Clips by the global norm, steps at `lr`, clears."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = torch.stack([p.grad.square().sum() for p in parameters if p.grad is not None]).sum().sqrt()
+    for p in parameters:
+        if p.grad is not None and norm > max_grad_norm:
+            p.grad *= max_grad_norm / norm
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    model.zero_grad(set_to_none=True)
+
+
+def one_module(model: nn.Module, settings: Optimizer, total_steps: int, name: str = "model") -> tuple[TrainState, SpyUpdater]:
+    updater = SpyUpdater(model, settings, total_steps=total_steps)
+    return TrainState({name: model}, {name: updater}), updater
