@@ -1,4 +1,4 @@
-"""What the tests of the loops share: a tiny tokenizer, sets, models and settings, and a recorder that keeps everything in memory."""
+"""What the tests of the loops share: a tiny tokenizer, sets, models and settings, and a recorder in memory."""
 
 import io
 import json
