@@ -61,7 +61,7 @@ def test_a_critic_has_its_own_peak() -> None:
 def test_weights_follow_adamw_with_clipped_gradients_and_decay_on_matrices_alone() -> None:
     """AdamW (arXiv:1711.05101, algorithm 2) written out in fp64, three steps, gradients both above and below the clip."""
     module, limit, decay, steps = Toy(), 1.5, 0.1, 3
-    settings = make_settings(lr=0.05, warmup_steps=1, min_lr_frac=0.1, weight_decay=decay, max_grad_norm=limit)
+    settings = make_settings(lr=0.05, betas=(0.8, 0.95), warmup_steps=1, min_lr_frac=0.1, weight_decay=decay, max_grad_norm=limit)
     updater = Updater(module, settings, total_steps=steps)
     twin = {name: p.detach().double().clone() for name, p in module.named_parameters()}
     first = {name: torch.zeros_like(p) for name, p in twin.items()}
@@ -75,12 +75,12 @@ def test_weights_follow_adamw_with_clipped_gradients_and_decay_on_matrices_alone
         rate = 0.05 * [0.5, 1.0, 0.1][step]
         for name, gradient in gradients.items():
             gradient = gradient * min(1.0, limit / norm)
-            first[name] = 0.9 * first[name] + 0.1 * gradient
-            second[name] = 0.999 * second[name] + 0.001 * gradient**2
+            first[name] = 0.8 * first[name] + 0.2 * gradient
+            second[name] = 0.95 * second[name] + 0.05 * gradient**2
             if name == "proj.weight":
                 twin[name] = twin[name] * (1 - rate * decay)
-            corrected = first[name] / (1 - 0.9 ** (step + 1))
-            twin[name] = twin[name] - rate * corrected / ((second[name] / (1 - 0.999 ** (step + 1))).sqrt() + 1e-8)
+            corrected = first[name] / (1 - 0.8 ** (step + 1))
+            twin[name] = twin[name] - rate * corrected / ((second[name] / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8)
         assert updater.update(step, context="").grad_norm == pytest.approx(norm, rel=1e-6)
     assert norms[0] > limit > norms[1]
     for name, parameter in module.named_parameters():

@@ -26,6 +26,7 @@ OPTIMIZER: dict[str, Any] = {
     "epochs": 1,
     "batch_size": 4,
     "lr": 1e-3,
+    "betas": (0.9, 0.98),
     "warmup_steps": 1,
     "min_lr_frac": 0.1,
     "weight_decay": 0.01,
@@ -228,7 +229,7 @@ def twin_adamw(model: nn.Module, settings: Optimizer) -> torch.optim.AdamW:
     decayed = [p for n, p in model.named_parameters() if p.requires_grad and p.dim() == 2 and n != "model.embed_tokens.weight"]
     rest = [p for n, p in model.named_parameters() if p.requires_grad and not any(p is q for q in decayed)]
     groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=settings.lr)
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas)
 
 
 def twin_step(model: nn.Module, optimizer: torch.optim.AdamW, lr: float, max_grad_norm: float) -> None:

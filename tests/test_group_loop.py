@@ -1,0 +1,486 @@
+"""The loop of grpo and agent over a tiny real model, a real engine and real prompts, with rewards that a script decides."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import (
+    CPU,
+    SAMPLING,
+    Killed,
+    MemoryRecorder,
+    SpyUpdater,
+    assert_bits_equal,
+    assert_near,
+    make_model,
+    make_set,
+    make_tokenizer,
+    moments,
+    one_module,
+    prompts,
+    snapshot,
+    twin_adamw,
+    twin_step,
+    user,
+)
+from torch import Tensor
+
+from pipeline.data.prompts import PromptTask
+from pipeline.errors import NumericsError
+from pipeline.model.transformer import CausalLM
+from pipeline.params.schema import Group, Rewards, Span
+from pipeline.rewards.scoring import CompletionScorer, EpisodeScorer, Scored
+from pipeline.rollout.episodes import run_episodes
+from pipeline.rollout.records import Completion, StopReason, Trajectory
+from pipeline.rollout.torch_engine import TorchRolloutEngine
+from pipeline.text.chat import ChatEncoder
+from pipeline.text.tokenizer import Tokenizer
+from pipeline.tools.registry import tool_schema
+from pipeline.training.group_loop import GroupTask, group_step, total_steps, train_group
+from pipeline.training.policy_setup import open_prompts, open_rollout
+
+Score = Callable[[Sequence[PromptTask], Sequence[Trajectory]], list[Scored]]
+RUN_KEYS = {
+    *(f"reward/{name}" for name in ("mean", "std", "min", "max", "term/even", "term/short")),
+    *(f"advantages/{name}" for name in ("mean", "std", "abs_max")),
+    *(f"policy/{name}" for name in ("loss", "approx_kl", "approx_kl_k1", "approx_kl_k3", "ref_kl", "ref_kl_k1", "clip_frac")),
+    *(f"policy/{name}" for name in ("ratio_max", "ratio_first_update", "entropy")),
+    *(f"rollout/{name}" for name in ("length_mean", "truncated_frac", "zero_std_frac", "all_good_frac", "all_bad_frac")),
+    *(f"rollout/{name}" for name in ("distinct_3gram", "logprob_diff_max", "tokens_per_s")),
+    *(f"stop/{reason.value}" for reason in StopReason),
+    *(f"time/{phase}_s" for phase in ("rollout", "scoring", "update", "step")),
+    *(f"train/{name}" for name in ("loss", "lr", "grad_norm", "tokens_seen", "skipped_steps")),
+    "memory/peak_bytes",
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
+    """9 + 3 plain prompts."""
+    folder = tmp_path_factory.mktemp("sets")
+    make_set(folder, "rlaif", prompts(12), tokenizer)
+    return folder
+
+
+def make_settings(**changes: Any) -> Group:
+    defaults = {
+        "batch_size": 3,
+        "group_size": 4,
+        "loss": "cispo",
+        "clip_eps_low": 0.2,
+        "clip_eps_high": 0.2,
+        "ratio_cap": 5.0,
+        "updates_per_rollout": 1,
+    }
+    return Group(**(SAMPLING | defaults | changes))
+
+
+def even(tasks: Sequence[PromptTask], trajectories: Sequence[Trajectory]) -> list[Scored]:
+    """Pays for even ids, and a little for stopping early."""
+    scored = []
+    for trajectory in trajectories:
+        ids = [token for token, sampled in zip(trajectory.ids, trajectory.sampled, strict=True) if sampled]
+        terms = {"even": sum(token % 2 == 0 for token in ids) / max(len(ids), 1), "short": -0.1 * len(ids)}
+        scored.append(Scored(sum(terms.values()), terms, terms["even"] > 0.5))
+    return scored
+
+
+def equal(tasks: Sequence[PromptTask], trajectories: Sequence[Trajectory]) -> list[Scored]:
+    return [Scored(0.7, {"same": 0.7}, True) for _ in trajectories]
+
+
+class Run:
+    """A task with what tests look at: its updater, the trajectories it sampled, its warnings."""
+
+    def __init__(
+        self, sets: Path, tokenizer: Tokenizer, settings: Group, *, score: Score = even, max_total_len: int = 500, **model: Any
+    ) -> None:
+        shape = {"sharpness": 6.0, "dropout": 0.1} | model
+        self.policy = make_model(tokenizer, **shape)
+        self.reference = make_model(tokenizer, **shape).requires_grad_(False)
+        self.trajectories: list[list[Trajectory]] = []
+        self.warnings: list[str] = []
+        opened = open_prompts(sets / "prepared" / "rlaif", settings, tokenizer, 0.0)
+        state, self.updater = one_module(self.policy, settings, total_steps(settings, opened), "policy")
+        stop_ids = [tokenizer.eos_id, *range(40, 300, 9)]  # more ends than one, so that lengths differ
+        engine = TorchRolloutEngine(self.policy, stop_ids=stop_ids, pad_id=0, max_rows=64)
+        sample = open_rollout(engine, tokenizer, settings, max_turns=1, max_total_len=max_total_len)
+
+        def rollout(tasks: Sequence[PromptTask], keys: Sequence[int]) -> list[Trajectory]:
+            self.trajectories.append(sample(tasks, keys))
+            return self.trajectories[-1]
+
+        decode = tokenizer.decode_all
+        self.task = GroupTask(state, self.policy, self.reference, opened, rollout, score, decode, self.warnings.append)
+
+    def gradients(self, update: int = 0) -> dict[str, Tensor]:
+        return self.updater.gradients[update]
+
+
+def row_logprobs(model: CausalLM, trajectory: Trajectory, temperature: float) -> Tensor:
+    """Logprobs [L] of a trajectory's ids by one forward over this row alone."""
+    ids = torch.tensor([trajectory.prompt_ids + trajectory.ids])
+    logprobs = torch.log_softmax(model(ids[:, :-1])[0] / temperature, dim=-1).gather(1, ids[0, 1:, None])[:, 0]
+    return logprobs[len(trajectory.prompt_ids) - 1 :]
+
+
+def twin_loss(
+    policy: CausalLM, reference: CausalLM, trajectories: Sequence[Trajectory], rewards: list[float], s: Group
+) -> Tensor:
+    """The group loss, one row and one formula at a time: arXiv:2402.03300 eq. 3, arXiv:2506.13585 eq. 4."""
+    losses = []
+    for place, trajectory in enumerate(trajectories):
+        group = rewards[place // s.group_size * s.group_size :][: s.group_size]
+        mean = sum(group) / len(group)
+        std = math.sqrt(sum((reward - mean) ** 2 for reward in group) / len(group))
+        advantage = (rewards[place] - mean) / (std + 1e-4)
+        if not any(trajectory.sampled):
+            continue
+        mask = torch.tensor(trajectory.sampled)
+        logprobs = row_logprobs(policy, trajectory, s.temperature)[mask]
+        with torch.no_grad():
+            known = row_logprobs(reference, trajectory, s.temperature)[mask]
+        ratio = (logprobs - torch.tensor(trajectory.logprobs)[mask]).exp()
+        if s.loss == "cispo":
+            token = -ratio.detach().clamp(max=s.ratio_cap) * advantage * logprobs
+        else:
+            clipped = ratio.clamp(1 - s.clip_eps_low, 1 + s.clip_eps_high)
+            token = -torch.minimum(ratio * advantage, clipped * advantage)
+        difference = known - logprobs
+        losses.append((token + s.kl_coef * (difference.exp() - difference - 1)).mean())
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("loss", ["cispo", "grpo"])
+def test_a_step_is_the_papers_formula(sets: Path, tokenizer: Tokenizer, loss: str) -> None:
+    """Two updates on one rollout against a row-by-row twin; the second sees ratios beyond the clips."""
+    settings = make_settings(
+        loss=loss,
+        updates_per_rollout=2,
+        lr=0.002,
+        warmup_steps=0,
+        clip_eps_low=0.05,
+        clip_eps_high=0.1,
+        ratio_cap=1.02,
+        kl_coef=0.5,
+    )
+    run = Run(sets, tokenizer, settings)
+    metrics, collected, advantages = group_step(run.task, settings, CPU, 0)
+    (trajectories,) = run.trajectories
+    rewards = [scored.total for scored in collected.scored]
+    assert len(trajectories) == 12 and len({t.num_sampled for t in trajectories}) > 1
+    assert advantages.shape == (12,) and float(advantages.view(3, 4).sum(dim=1).abs().max()) < 1e-5
+
+    twin = make_model(tokenizer, sharpness=6.0)
+    optimizer = twin_adamw(twin, settings)
+    for update in range(2):
+        expected = twin_loss(twin, run.reference, trajectories, rewards, settings)
+        expected.backward()
+        gradients = {name: p.grad.clone() for name, p in twin.named_parameters() if p.grad is not None}
+        assert max(float(g.abs().max()) for g in gradients.values()) > 0.01
+        assert_near(run.gradients(update), gradients, 2e-6)
+        twin_step(twin, optimizer, 0.002, settings.max_grad_norm)
+    assert metrics["policy/loss"] == pytest.approx(float(expected.detach()), abs=1e-5)  # of the last update
+    assert metrics["policy/ratio_first_update"] == pytest.approx(1, abs=1e-5)
+    assert metrics["policy/approx_kl"] > 1e-4 and metrics["policy/clip_frac"] > 0  # the rollout's logprobs stay the old ones
+    assert metrics["policy/ratio_max"] > 1.1
+
+
+def test_the_first_update_is_on_policy_despite_temperature_and_dropout(sets: Path, tokenizer: Tokenizer) -> None:
+    settings = make_settings(loss="grpo")
+    run = Run(sets, tokenizer, settings, dropout=0.1)
+    run.policy.train()  # as someone may have left it
+    metrics, _, _ = group_step(run.task, settings, CPU, 0)
+    assert metrics["policy/ratio_first_update"] == pytest.approx(1, abs=1e-4)
+    assert metrics["policy/ratio_max"] == pytest.approx(1, abs=1e-4)
+    assert metrics["policy/clip_frac"] == 0 and metrics["rollout/logprob_diff_max"] < 1e-4
+    assert abs(metrics["policy/ref_kl"]) < 1e-6 and abs(metrics["policy/ref_kl_k1"]) < 1e-6
+    assert metrics["policy/entropy"] > 0.1
+
+
+def test_metrics_say_what_happened(sets: Path, tokenizer: Tokenizer) -> None:
+    settings = make_settings(epochs=2)
+    run, recorder = Run(sets, tokenizer, settings), MemoryRecorder()
+    summary = train_group(run.task, settings, CPU, recorder)
+    assert [step for step, _ in recorder.lines] == [1, 2, 3, 4, 5, 6]
+    for step in range(1, 7):
+        metrics, trajectories = recorder.at(step), run.trajectories[step - 1]
+        assert set(metrics) == RUN_KEYS and all(map(math.isfinite, metrics.values()))
+        scored = even([], trajectories)
+        totals = torch.tensor([s.total for s in scored], dtype=torch.float64)
+        assert metrics["reward/mean"] == pytest.approx(float(totals.mean()), abs=1e-6)
+        assert metrics["reward/std"] == pytest.approx(float(totals.std(correction=0)), abs=1e-6)
+        assert (metrics["reward/min"], metrics["reward/max"]) == pytest.approx((float(totals.min()), float(totals.max())))
+        assert metrics["reward/term/even"] == pytest.approx(sum(s.terms["even"] for s in scored) / 12)
+        assert metrics["rollout/length_mean"] == pytest.approx(sum(t.num_sampled for t in trajectories) / 12)
+        assert sum(metrics[f"stop/{reason.value}"] for reason in StopReason) == pytest.approx(1)
+        assert metrics["rollout/truncated_frac"] == metrics["stop/length"]
+        goods = [all(s.good for s in scored[group : group + 4]) for group in (0, 4, 8)]
+        assert metrics["rollout/all_good_frac"] == pytest.approx(sum(goods) / 3)
+        flat = [totals[group : group + 4].max() == totals[group : group + 4].min() for group in (0, 4, 8)]
+        assert metrics["rollout/zero_std_frac"] == pytest.approx(sum(map(bool, flat)) / 3)
+    assert recorder.at(6)["train/tokens_seen"] == sum(t.num_sampled for part in run.trajectories for t in part)
+    assert summary["train/tokens_seen"] == recorder.at(6)["train/tokens_seen"] and summary["train/steps"] == 6
+    assert summary["reward/mean"] == pytest.approx(recorder.at(6)["reward/mean"])  # a tenth of 6 steps is the last one
+    assert not any(name.startswith(("time/", "memory/")) or name.endswith("_per_s") for name in summary)
+
+    assert [step for step, _ in recorder.samples] == [1, 3, 5, 6]  # every second step and the last
+    step, rows = recorder.samples[-1]
+    assert len(rows) == 2 * settings.group_size
+    for row, trajectory in zip(rows, run.trajectories[-1], strict=False):
+        assert row["prompt"] == tokenizer.decode_all(trajectory.prompt_ids) and row["stop"] == trajectory.stop.value
+        assert row["completion"] == tokenizer.decode_all(trajectory.ids)
+        assert row["reward"] == pytest.approx(row["term/even"] + row["term/short"])
+    advantages = torch.tensor([row["advantage"] for row in rows]).view(2, 4)
+    assert float(advantages.sum(dim=1).abs().max()) < 1e-5 and float(advantages.abs().max()) > 0.5
+
+
+def test_equal_rewards_without_kl_move_nothing(sets: Path, tokenizer: Tokenizer) -> None:
+    settings = make_settings(epochs=4, kl_coef=0.0)
+    run, recorder = Run(sets, tokenizer, settings), MemoryRecorder()
+    group_step(run.task, settings, CPU, 0)  # AdamW has a memory before the rewards run dry
+    run.task.score = equal
+    run.task.state.step = 1
+    weights, remembered = snapshot(run.policy), moments(run.updater)
+    summary = train_group(run.task, settings, CPU, recorder)
+    assert_bits_equal(snapshot(run.policy), weights)
+    assert_bits_equal(moments(run.updater), remembered)
+    assert run.task.state.step == 12 and summary["train/steps"] == 12 and summary["train/zero_signal_steps"] == 11
+    assert recorder.at(12)["rollout/zero_std_frac"] == 1 and recorder.at(12)["reward/mean"] == pytest.approx(0.7)
+    assert recorder.at(12)["train/lr"] == pytest.approx(1e-4)  # the schedule went on: the floor, a tenth of 1e-3
+    assert [warning.split()[0] for warning in run.warnings] == ["5", "10"]
+    assert all(parameter.grad is None for parameter in run.policy.parameters())
+
+    run.task.score, run.task.state.step = even, 11
+    train_group(run.task, settings, CPU, MemoryRecorder())
+    assert run.task.state.counters["zero_signal_in_a_row"] == 0 and run.task.state.counters["zero_signal_steps"] == 11
+
+
+def test_equal_rewards_with_kl_pull_towards_the_reference(sets: Path, tokenizer: Tokenizer) -> None:
+    settings = make_settings(epochs=4, kl_coef=1.0, lr=2e-3)
+    run, recorder = Run(sets, tokenizer, settings, score=equal), MemoryRecorder()
+    with torch.no_grad():
+        for number, parameter in enumerate(run.policy.parameters()):
+            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+    train_group(run.task, settings, CPU, recorder)
+    start, end = (sum(recorder.at(step)["policy/ref_kl"] for step in steps) / 3 for steps in ((1, 2, 3), (10, 11, 12)))
+    assert 0 < end < 0.8 * start
+    assert run.task.state.counters.get("zero_signal_steps", 0) == 0
+
+
+def test_a_rewarded_token_becomes_more_probable_and_the_reference_stays(sets: Path, tokenizer: Tokenizer) -> None:
+    settings = make_settings(epochs=5, kl_coef=0.0, lr=5e-3, group_size=8)
+    run = Run(sets, tokenizer, settings)
+    opened = [prompt for index in range(3) for prompt in run.task.prompts.batch(0, index)]
+
+    def first_probabilities() -> Tensor:
+        with torch.no_grad():
+            rows = [run.policy(torch.tensor([prompt.prompt_ids]))[0, -1] for prompt in opened]
+        return (torch.stack(rows) / settings.temperature).softmax(dim=-1).mean(dim=0)
+
+    before, reference = first_probabilities(), snapshot(run.reference)
+    wanted = int(before.topk(3).indices[2])  # probable enough to be sampled, not yet the favourite
+
+    def score(tasks: Sequence[PromptTask], trajectories: Sequence[Trajectory]) -> list[Scored]:
+        hits = [float(trajectory.ids[0] == wanted) for trajectory in trajectories]
+        return [Scored(hit, {"hit": hit}, hit > 0) for hit in hits]
+
+    run.task.score = score
+    train_group(run.task, settings, CPU, MemoryRecorder())
+    after = first_probabilities()
+    assert before[wanted] < 0.5 and after[wanted] > before[wanted] + 0.2
+    assert_bits_equal(snapshot(run.reference), reference)
+
+
+@pytest.mark.parametrize("changes", [{}, {"use_moe": True, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}])
+def test_the_cut_into_micro_batches_changes_nothing(sets: Path, tokenizer: Tokenizer, changes: dict[str, Any]) -> None:
+    gradients, losses = [], []
+    for size in (1, 5, 64):
+        settings = make_settings(micro_batch_size=size)
+        run = Run(sets, tokenizer, settings, **changes)
+        metrics, _, _ = group_step(run.task, settings, CPU, 0)
+        gradients.append(run.gradients())
+        losses.append({name: value for name, value in metrics.items() if name.startswith("policy/")})
+    for other in (1, 2):
+        assert_near(gradients[other], gradients[0])
+        assert losses[other] == pytest.approx(losses[0], abs=1e-5)
+
+
+def test_routers_are_balanced_in_reinforcement_too(sets: Path, tokenizer: Tokenizer) -> None:
+    gates = []
+    for coef in (0.0, 5.0):
+        settings = make_settings()
+        run = Run(sets, tokenizer, settings, use_moe=True, num_experts_per_tok=2, router_aux_loss_coef=coef)
+        metrics, _, _ = group_step(run.task, settings, CPU, 0)
+        assert metrics["policy/ratio_first_update"] == pytest.approx(1, abs=1e-4)  # taking statistics is no dropout
+        gates.append(run.gradients()["model.layers.0.mlp.gate.weight"])
+    assert float((gates[0] - gates[1]).abs().max()) > 1e-3
+
+
+def test_prompts_that_leave_no_room_count_as_bad_luck(sets: Path, tokenizer: Tokenizer) -> None:
+    """Trajectories without a token: in the group's baseline, not in the loss."""
+    settings = make_settings(micro_batch_size=4, thinking_ratio=0.0)
+    lengths = sorted(len(prompt.prompt_ids) for prompt in Run(sets, tokenizer, settings).task.prompts.batch(0, 0))
+    assert lengths[0] < lengths[-1]
+    run = Run(sets, tokenizer, settings, max_total_len=lengths[-1])
+    metrics, collected, _ = group_step(run.task, settings, CPU, 0)
+    (trajectories,) = run.trajectories
+    empty = [trajectory for trajectory in trajectories if not trajectory.num_sampled]
+    assert 0 < len(empty) < 12 and metrics["stop/context"] == pytest.approx(len(empty) / 12)
+    twin = make_model(tokenizer, sharpness=6.0)
+    rewards = [scored.total for scored in collected.scored]
+    twin_loss(twin, run.reference, trajectories, rewards, settings).backward()
+    assert_near(run.gradients(), {name: p.grad for name, p in twin.named_parameters()}, 2e-6)
+
+    nothing = Run(sets, tokenizer, settings, max_total_len=lengths[0])
+    weights, recorder = snapshot(nothing.policy), MemoryRecorder()
+    train_group(nothing.task, settings, CPU, recorder)
+    assert {t.num_sampled for part in nothing.trajectories for t in part} == {0}
+    assert_bits_equal(snapshot(nothing.policy), weights)
+    assert all(map(math.isfinite, recorder.at(1).values())) and recorder.at(1)["train/zero_signal_steps"] == 1
+    assert recorder.at(1)["rollout/distinct_3gram"] == 1.0
+
+
+def test_rewards_that_are_no_numbers_are_skipped_then_refused(sets: Path, tokenizer: Tokenizer) -> None:
+    settings = make_settings(epochs=3)
+
+    def broken(tasks: Sequence[PromptTask], trajectories: Sequence[Trajectory]) -> list[Scored]:
+        return [Scored(math.nan, {}, False) for _ in trajectories]
+
+    run, recorder = Run(sets, tokenizer, settings, score=broken), MemoryRecorder()
+    weights = snapshot(run.policy)
+    with pytest.raises(NumericsError, match=r"last at step 5 \(prompt rows \["):
+        train_group(run.task, settings, CPU, recorder)
+    assert_bits_equal(snapshot(run.policy), weights)
+    assert recorder.at(4)["train/skipped_steps"] == 4
+
+
+@pytest.mark.parametrize("loss", ["cispo", "grpo"])
+def test_a_killed_run_ends_with_the_same_bits(sets: Path, tokenizer: Tokenizer, loss: str) -> None:
+    settings = make_settings(epochs=2, loss=loss, updates_per_rollout=2, lr=0.01)
+    whole, straight = Run(sets, tokenizer, settings), MemoryRecorder()
+    expected = train_group(whole.task, settings, CPU, straight)
+    broken, first = Run(sets, tokenizer, settings), MemoryRecorder(save_at=[2], kill_at=4)
+    with pytest.raises(Killed):
+        train_group(broken.task, settings, CPU, first)
+    torch.manual_seed(999)  # no generator's state may matter
+    again, second = Run(sets, tokenizer, settings), MemoryRecorder(first.saved)
+    assert train_group(again.task, settings, CPU, second) == expected
+    assert [step for step, _ in second.lines] == [3, 4, 5, 6]
+    assert [t.ids for t in again.trajectories[-1]] == [t.ids for t in whole.trajectories[-1]]
+    assert_bits_equal(snapshot(again.policy), snapshot(whole.policy))
+    assert_bits_equal(moments(again.updater), moments(whole.updater))
+    assert second.samples == straight.samples[-3:]
+
+
+class Fixed:
+    """A reward model with the same score for everything."""
+
+    def __init__(self, score: float) -> None:
+        self.value = score
+
+    def score(self, items: Sequence[Any]) -> list[float]:
+        return [self.value] * len(items)
+
+
+REWARDS = Rewards(
+    length=Span(min_chars=2, max_chars=80, weight=0.5, penalty=0.25),
+    thinking=Span(min_chars=2, max_chars=30, weight=1.0, penalty=0.5),
+    think_close=0.125,
+    repetition=1.0,
+    model=1.0,
+    model_clip=3.0,
+    answer=2.5,
+    tool_call=0.5,
+    unfinished=0.75,
+    agent_clip=3.0,
+)
+
+
+def test_a_prompt_without_a_turn_is_scored(sets: Path, tokenizer: Tokenizer) -> None:
+    settings = make_settings()
+    run = Run(sets, tokenizer, settings, max_total_len=1, score=CompletionScorer(REWARDS, Fixed(0.5)))
+    thought = set()
+    for step in range(3):
+        _, collected, _ = group_step(run.task, settings, CPU, step)
+        for task, scored in zip(collected.tasks, collected.scored, strict=True):
+            thinking = -0.625 if task.open_thinking else 0.0
+            expected = {"length": -0.25, "thinking": thinking, "repetition": 0.0, "model": 0.5, "unfinished": -0.75}
+            assert scored.terms == pytest.approx(expected) and not scored.good
+            thought.add(task.open_thinking)
+    assert thought == {False, True}
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf])
+def test_what_breaks_the_reward_model_earns_the_worst(sets: Path, tokenizer: Tokenizer, score: float) -> None:
+    settings = make_settings()
+    run = Run(sets, tokenizer, settings, score=CompletionScorer(REWARDS, Fixed(score)))
+    _, collected, _ = group_step(run.task, settings, CPU, 0)
+    assert {scored.terms["model"] for scored in collected.scored} == {-3.0}
+
+
+class ScriptedEngine:
+    """Writes a call, then an answer that its key decides, with the logprobs that the model gives them."""
+
+    def __init__(self, model: CausalLM, tokenizer: Tokenizer) -> None:
+        self.model, self.tokenizer = model, tokenizer
+
+    def generate(
+        self, prompts: Any, *, keys: Any, max_new_tokens: Any, temperature: float, greedy: bool = False
+    ) -> list[Completion]:
+        return [self.complete(list(prompt), key, temperature) for prompt, key in zip(prompts, keys, strict=True)]
+
+    @torch.no_grad()
+    def complete(self, prompt: list[int], key: int, temperature: float) -> Completion:
+        control, text = self.tokenizer.control_id, self.tokenizer.encode_text
+        if control("<tool_response>") in prompt:
+            ids = text("42" if key % 2 else "stone")
+        else:
+            call = text('\n{"name": "calculate_math", "arguments": {"expression": "6*7"}}\n')
+            ids = [control("<tool_call>"), *call, control("</tool_call>")]
+        ids = [*ids, self.tokenizer.eos_id]
+        logits = self.model(torch.tensor([prompt + ids[:-1]]))[0, len(prompt) - 1 :]
+        logprobs = torch.log_softmax(logits / temperature, dim=-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+        return Completion(ids, logprobs.tolist(), StopReason.EOS)
+
+
+def test_agent_trains_on_what_the_policy_wrote_and_not_on_what_tools_said(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    system = {"role": "system", "content": "", "tools": [tool_schema("calculate_math", "en")]}
+    rows = [{"conversations": [system, user(f"6*7? {n}"), {"role": "assistant", "content": ""}], "gt": ["42"]} for n in range(4)]
+    make_set(tmp_path, "agent", rows, tokenizer)
+    settings = make_settings(max_prompt_len=1500, batch_size=3, thinking_ratio=0.0, max_new_tokens=80)
+    policy, reference = (make_model(tokenizer, sharpness=4.0, max_position_embeddings=2048) for _ in range(2))
+    opened = open_prompts(tmp_path / "prepared" / "agent", settings, tokenizer, 0.0)
+    state, updater = one_module(policy, settings, 1, "policy")
+    engine, encoder = ScriptedEngine(policy, tokenizer), ChatEncoder(tokenizer)
+    kept: list[Trajectory] = []
+
+    def rollout(tasks: Sequence[PromptTask], keys: Sequence[int]) -> list[Trajectory]:
+        limits = {"max_turns": 3, "max_new_tokens": 80, "max_total_len": 2048, "temperature": settings.temperature}
+        kept.extend(run_episodes(engine, encoder, tokenizer, tasks, keys=keys, **limits))
+        return kept
+
+    score = EpisodeScorer(REWARDS, Fixed(0.0))
+    task = GroupTask(state, policy, reference, opened, rollout, score, tokenizer.decode_all, lambda line: None)
+    metrics, collected, _ = group_step(task, settings, CPU, 0)
+    assert isinstance(updater, SpyUpdater) and len(kept) == 12
+    assert all(False in t.sampled and t.sampled[-1] and len(t.turns) == 2 for t in kept)
+    solved = [t.final_answer == "42" for t in kept]
+    assert 0 < sum(solved) < 12 and [scored.good for scored in collected.scored] == solved
+    assert metrics["tool/success"] == pytest.approx(sum(solved) / 12)
+    assert metrics["tool/calls_mean"] == 1 and metrics["tool/error_frac"] == 0
+    assert metrics["policy/ratio_first_update"] == pytest.approx(1, abs=1e-4)
+    assert {f"reward/term/{name}" for name in ("answer", "tool_call", "unfinished", "thinking", "repetition")} <= set(metrics)
+
+    twin = make_model(tokenizer, sharpness=4.0, max_position_embeddings=2048)
+    totals = [scored.total for scored in collected.scored]
+    twin_loss(twin, reference, kept, totals, settings).backward()
+    assert_near(updater.gradients[0], {name: p.grad for name, p in twin.named_parameters()}, 2e-6)
