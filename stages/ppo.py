@@ -33,7 +33,7 @@ def main() -> None:
         # 1. Inputs
         device = open_device(params.runtime)
         tokenizer = load_tokenizer(Path("data/tokenizer"))
-        prompts = open_prompts(PROMPTS, settings, tokenizer, params.data.max_dropped_frac)
+        prompts = open_prompts(PROMPTS, settings, tokenizer, params.data.max_dropped_frac, run.announce)
         reference = device.prepare(load_model(SFT, tokenizer_digest=tokenizer.digest).requires_grad_(False))
         score = CompletionScorer(params.rewards, open_reward_model(REWARD, params.reward.external, tokenizer, device))
 

@@ -100,6 +100,7 @@ class Optimizer(Section):
     lr: PositiveFloat
     warmup_steps: Count
     min_lr_frac: Frac
+    betas: Annotated[tuple[OpenFrac, OpenFrac], Field(strict=False)]
     weight_decay: Weight
     max_grad_norm: PositiveFloat
     plot_every: Positive
@@ -263,7 +264,6 @@ class Runtime(Section):
     keep_saves: Positive
     progress: Literal["auto", "on", "off"]
     mlflow: bool
-    compile: bool
     gradient_checkpointing: bool
 
 

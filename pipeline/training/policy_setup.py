@@ -1,6 +1,6 @@
 """What the stages that sample set up alike: prompts, rollouts, and the reward model they are scored with."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pipeline.checkpoint.files import load_meta
@@ -19,9 +19,11 @@ from pipeline.training.rollouts import Rollout
 SCORING_BATCH = 64
 
 
-def open_prompts(prepared: Path, settings: Sampling, tokenizer: Tokenizer, max_dropped_frac: float) -> PromptSet:
-    """The training prompts of a stage, drawn by its seed, thinking ratio and system-prompt share."""
-    return PromptSet(
+def open_prompts(
+    prepared: Path, settings: Sampling, tokenizer: Tokenizer, max_dropped_frac: float, announce: Callable[[str], None]
+) -> PromptSet:
+    """The training prompts of a stage, drawn by its seed, thinking ratio and system-prompt share; dropped rows are announced."""
+    prompts = PromptSet(
         prepared,
         "train",
         batch_size=settings.batch_size,
@@ -32,6 +34,9 @@ def open_prompts(prepared: Path, settings: Sampling, tokenizer: Tokenizer, max_d
         thinking_ratio=settings.thinking_ratio,
         system_prompt_frac=settings.system_prompt_frac,
     )
+    if prompts.dropped:
+        announce(f"{len(prompts.dropped)} over-long prompts dropped: " + "; ".join(prompts.dropped[:3]))
+    return prompts
 
 
 def open_rollout(

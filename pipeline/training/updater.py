@@ -41,7 +41,7 @@ class Updater:
         decays = [p for name, p in self.named if p.ndim >= 2 and "embed_tokens" not in name]
         rest = [p for name, p in self.named if not (p.ndim >= 2 and "embed_tokens" not in name)]
         groups = [{"params": decays, "weight_decay": settings.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=self.peak_lr, fused=True)
+        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=self.peak_lr, betas=settings.betas, fused=True)
 
     @property
     def parameters(self) -> list[nn.Parameter]:

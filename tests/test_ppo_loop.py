@@ -1,0 +1,437 @@
+"""The loop of ppo over tiny real models, a real engine and real prompts, with rewards that a script decides."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import (
+    CPU,
+    SAMPLING,
+    Killed,
+    MemoryRecorder,
+    SpyUpdater,
+    assert_bits_equal,
+    assert_near,
+    make_model,
+    make_set,
+    make_tokenizer,
+    moments,
+    prompts,
+    snapshot,
+    twin_adamw,
+    twin_step,
+)
+from torch import Tensor
+
+from pipeline.data.prompts import PromptTask
+from pipeline.errors import NumericsError
+from pipeline.model.heads import ValueModel
+from pipeline.params.schema import Ppo
+from pipeline.rewards.scoring import Scored
+from pipeline.rollout.records import StopReason, Trajectory
+from pipeline.rollout.torch_engine import TorchRolloutEngine
+from pipeline.text.tokenizer import Tokenizer
+from pipeline.training.policy_setup import open_prompts, open_rollout
+from pipeline.training.ppo_loop import (
+    Experience,
+    PpoTask,
+    estimate,
+    gather_rows,
+    last_token_rewards,
+    ppo_step,
+    total_steps,
+    train_ppo,
+)
+from pipeline.training.rollouts import MicroBatch, collect
+from pipeline.training.state import TrainState
+
+Score = Callable[[Sequence[PromptTask], Sequence[Trajectory]], list[Scored]]
+RUN_KEYS = {
+    *(f"reward/{name}" for name in ("mean", "std", "min", "max", "term/even")),
+    *(f"advantages/{name}" for name in ("mean", "std", "abs_max")),
+    *(f"policy/{name}" for name in ("loss", "approx_kl", "approx_kl_k1", "approx_kl_k3", "ref_kl", "ref_kl_k1", "clip_frac")),
+    *(f"policy/{name}" for name in ("ratio_max", "ratio_first_update", "entropy")),
+    *(f"value/{name}" for name in ("loss", "explained_variance", "clip_frac", "lr", "grad_norm")),
+    *(f"rollout/{name}" for name in ("length_mean", "truncated_frac", "distinct_3gram", "logprob_diff_max", "tokens_per_s")),
+    *(f"stop/{reason.value}" for reason in StopReason),
+    *(f"time/{phase}_s" for phase in ("rollout", "scoring", "update", "step")),
+    *(f"train/{name}" for name in ("loss", "lr", "grad_norm", "tokens_seen", "skipped_steps")),
+    "memory/peak_bytes",
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
+    """18 + 6 plain prompts."""
+    folder = tmp_path_factory.mktemp("sets")
+    make_set(folder, "rlaif", prompts(24), tokenizer)
+    return folder
+
+
+def make_settings(**changes: Any) -> Ppo:
+    defaults = {
+        "batch_size": 6,
+        "critic_lr": 2e-3,
+        "mini_batch_size": 6,
+        "updates_per_rollout": 1,
+        "clip_eps": 0.2,
+        "value_clip_eps": 0.2,
+        "vf_coef": 0.5,
+        "gamma": 0.9,
+        "gae_lambda": 0.8,
+        "early_stop_kl": 1e9,
+        "critic_warmup_steps": 0,
+    }
+    return Ppo(**(SAMPLING | defaults | changes))
+
+
+def even(tasks: Sequence[PromptTask], trajectories: Sequence[Trajectory]) -> list[Scored]:
+    shares = [sum(token % 2 == 0 for token in t.ids) / max(len(t.ids), 1) for t in trajectories]
+    return [Scored(share, {"even": share}, share > 0.5) for share in shares]
+
+
+class Run:
+    """A task with what tests look at: both updaters and the trajectories it sampled."""
+
+    def __init__(
+        self, sets: Path, tokenizer: Tokenizer, settings: Ppo, *, score: Score = even, max_total_len: int = 500, **model: Any
+    ) -> None:
+        shape = {"sharpness": 6.0, "dropout": 0.1} | model
+        self.policy = make_model(tokenizer, **shape)
+        self.critic = ValueModel.from_causal_lm(self.policy, seed=4)
+        with torch.no_grad():
+            self.critic.score.weight *= 5.0  # values that matter from the start
+        self.reference = make_model(tokenizer, **shape).requires_grad_(False)
+        self.trajectories: list[list[Trajectory]] = []
+        opened = open_prompts(sets / "prepared" / "rlaif", settings, tokenizer, 0.0)
+        steps = total_steps(settings, opened)
+        self.updater = SpyUpdater(self.policy, settings, total_steps=steps)
+        self.critic_updater = SpyUpdater(self.critic, settings, total_steps=steps, lr=settings.critic_lr)
+        updaters = {"policy": self.updater, "critic": self.critic_updater}
+        state = TrainState({"policy": self.policy, "critic": self.critic}, updaters)
+        stop_ids = [tokenizer.eos_id, *range(40, 300, 9)]  # more ends than one, so that lengths differ
+        engine = TorchRolloutEngine(self.policy, stop_ids=stop_ids, pad_id=0, max_rows=64)
+        sample = open_rollout(engine, tokenizer, settings, max_turns=1, max_total_len=max_total_len)
+
+        def rollout(tasks: Sequence[PromptTask], keys: Sequence[int]) -> list[Trajectory]:
+            self.trajectories.append(sample(tasks, keys))
+            return self.trajectories[-1]
+
+        decode = tokenizer.decode_all
+        self.task = PpoTask(state, self.policy, self.critic, self.reference, opened, rollout, score, decode)
+
+    def everything(self) -> dict[str, Tensor]:
+        """Copies of all weights and moments."""
+        parts = {"policy": snapshot(self.policy), "critic": snapshot(self.critic)}
+        parts |= {"policy moments": moments(self.updater), "critic moments": moments(self.critic_updater)}
+        return {f"{part}/{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
+
+
+def row_values(critic: ValueModel, trajectory: Trajectory) -> Tensor:
+    """Values [L] before each sampled id, by one forward over this row alone."""
+    ids = torch.tensor([trajectory.prompt_ids + trajectory.ids])
+    return critic(ids[:, :-1])[0, len(trajectory.prompt_ids) - 1 :]
+
+
+def row_logprobs(model: Any, trajectory: Trajectory, temperature: float) -> Tensor:
+    ids = torch.tensor([trajectory.prompt_ids + trajectory.ids])
+    logprobs = torch.log_softmax(model(ids[:, :-1])[0] / temperature, dim=-1).gather(1, ids[0, 1:, None])[:, 0]
+    return logprobs[len(trajectory.prompt_ids) - 1 :]
+
+
+def twin_gae(reward: float, values: list[float], gamma: float, gae_lambda: float) -> tuple[list[float], list[float]]:
+    """Advantages and returns of one row, its reward at its last token and nothing after it."""
+    advantages = [0.0] * len(values)
+    for t in reversed(range(len(values))):
+        last = t == len(values) - 1
+        delta = (reward if last else gamma * values[t + 1]) - values[t]
+        advantages[t] = delta + (0.0 if last else gamma * gae_lambda * advantages[t + 1])
+    return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
+
+
+def test_a_step_is_the_papers_formula(sets: Path, tokenizer: Tokenizer) -> None:
+    """Two passes over one rollout against a row-by-row twin of GAE, whitening, both losses and AdamW; ragged, cut, T = 0.6."""
+    settings = make_settings(
+        updates_per_rollout=2,
+        lr=0.002,
+        critic_lr=0.004,
+        warmup_steps=0,
+        kl_coef=0.3,
+        clip_eps=0.05,
+        value_clip_eps=0.05,
+        vf_coef=0.7,
+        micro_batch_size=4,
+    )
+    run = Run(sets, tokenizer, settings)
+    metrics, collected, row_advantages = ppo_step(run.task, settings, CPU, 0)
+    (trajectories,) = run.trajectories
+    assert len({t.num_sampled for t in trajectories}) > 1 and {t.stop for t in trajectories} == {
+        StopReason.EOS,
+        StopReason.LENGTH,
+    }
+
+    twin = make_model(tokenizer, sharpness=6.0)
+    critic = ValueModel.from_causal_lm(twin, seed=4)
+    with torch.no_grad():
+        critic.score.weight *= 5.0
+        old_values = [row_values(critic, t) for t in trajectories]
+        known = torch.cat([row_logprobs(run.reference, t, 0.6) for t in trajectories])
+    estimates = [
+        twin_gae(scored.total, values.tolist(), 0.9, 0.8) for scored, values in zip(collected.scored, old_values, strict=True)
+    ]
+    flat = torch.tensor([a for advantages, _ in estimates for a in advantages], dtype=torch.float64)
+    white = ((flat - flat.mean()) / (flat.var(correction=0) + 1e-8).sqrt()).float()
+    returns = torch.tensor([value for _, row in estimates for value in row])
+    old_logprobs = torch.tensor([logprob for t in trajectories for logprob in t.logprobs])
+    before = torch.cat(old_values)
+    lengths = [t.num_sampled for t in trajectories]
+    torch.testing.assert_close(row_advantages, torch.stack([part.mean() for part in white.split(lengths)]), atol=1e-5, rtol=0)
+    explained = 1 - float((returns - before).var(correction=0) / returns.var(correction=0))
+    assert metrics["value/explained_variance"] == pytest.approx(explained, abs=1e-5)
+
+    optimizers = twin_adamw(twin, settings), twin_adamw(critic, settings)
+    for update in range(2):
+        logprobs = torch.cat([row_logprobs(twin, t, 0.6) for t in trajectories])
+        ratio = (logprobs - old_logprobs).exp()
+        difference = known - logprobs
+        tokens = -torch.minimum(ratio * white, ratio.clamp(0.95, 1.05) * white) + 0.3 * (difference.exp() - difference - 1)
+        values = torch.cat([row_values(critic, t) for t in trajectories])
+        clipped = before + (values - before).clamp(-0.05, 0.05)
+        squares = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
+        policy_loss, value_loss = tokens.mean(), 0.5 * squares.mean()
+        (policy_loss + 0.7 * value_loss).backward()
+        assert_near(run.updater.gradients[update], {name: p.grad.clone() for name, p in twin.named_parameters()}, 3e-6)
+        assert_near(run.critic_updater.gradients[update], {name: p.grad.clone() for name, p in critic.named_parameters()}, 3e-6)
+        twin_step(twin, optimizers[0], 0.002, 1.0)
+        twin_step(critic, optimizers[1], 0.004, 1.0)
+    assert metrics["policy/loss"] == pytest.approx(float(policy_loss.detach()), abs=1e-5)
+    assert metrics["value/loss"] == pytest.approx(float(value_loss.detach()), abs=1e-5)
+    assert metrics["train/loss"] == pytest.approx(float(policy_loss.detach() + 0.7 * value_loss.detach()), abs=1e-5)
+    assert metrics["policy/approx_kl"] == pytest.approx(0.5 * float((logprobs - old_logprobs).detach().square().mean()), rel=1e-3)
+    assert metrics["policy/ratio_first_update"] == pytest.approx(1, abs=1e-5) and metrics["policy/clip_frac"] > 0
+    assert metrics["value/clip_frac"] == pytest.approx(float(((values - before).abs() > 0.05).float().mean()))
+
+
+def test_rewards_stand_at_the_last_sampled_token() -> None:
+    mask = torch.tensor([[0, 1, 1, 0], [1, 1, 0, 1], [0, 0, 0, 0]]).bool()
+    placed = last_token_rewards(torch.tensor([2.0, 3.0, 4.0]), mask)
+    assert placed.tolist() == [[0, 0, 2, 0], [0, 0, 0, 3], [0, 0, 0, 0]]
+
+
+def test_rows_are_found_again_in_other_micro_batches() -> None:
+    def part(rows: list[int], values: list[list[float]]) -> Experience:
+        width = len(values[0])
+        empty = torch.zeros(len(rows), width)
+        batch = MicroBatch(torch.tensor(rows), empty.long(), empty.long(), empty, empty.bool())
+        return Experience(batch, empty, empty, torch.tensor(values), empty)
+
+    parts = [part([4, 1], [[1.0, 2.0], [3.0, 4.0]]), part([0, 7], [[5.0, 6.0, 7.0], [8.0, 9.0, 10.0]])]
+    located = {4: (parts[0], 0), 1: (parts[0], 1), 0: (parts[1], 0), 7: (parts[1], 1)}
+    wide = MicroBatch(torch.tensor([7, 4]), *(torch.zeros(2, 4),) * 4)
+    assert gather_rows(wide, located, "advantages").tolist() == [[8, 9, 10, 0], [1, 2, 0, 0]]
+    narrow = MicroBatch(torch.tensor([1, 0]), *(torch.zeros(2, 2),) * 4)
+    assert gather_rows(narrow, located, "advantages").tolist() == [[3, 4], [5, 6]]
+
+
+def test_advantages_are_whitened_over_the_whole_step(sets: Path, tokenizer: Tokenizer) -> None:
+    """Not per micro-batch: those of a single row have means of their own."""
+    settings = make_settings(micro_batch_size=1)
+    run = Run(sets, tokenizer, settings)
+    opened = run.task.prompts.batch(0, 0)
+    collected = collect(opened, list(range(6)), run.task.rollout, even)
+    experience = estimate(run.task, settings, CPU, collected)
+    assert len(experience) == 6
+    flat = torch.cat([part.advantages[part.batch.loss_mask] for part in experience]).double()
+    assert float(flat.mean()) == pytest.approx(0, abs=1e-6) and float(flat.std(correction=0)) == pytest.approx(1, abs=1e-5)
+    assert max(abs(float(part.advantages[part.batch.loss_mask].mean())) for part in experience) > 0.1
+    assert all(not part.advantages[~part.batch.loss_mask].any() for part in experience)
+
+
+def test_the_cut_into_micro_batches_changes_nothing(sets: Path, tokenizer: Tokenizer) -> None:
+    runs, logged = [], []
+    for size in (1, 4, 64):
+        settings = make_settings(micro_batch_size=size, mini_batch_size=4, updates_per_rollout=2)
+        run = Run(sets, tokenizer, settings)
+        metrics, _, _ = ppo_step(run.task, settings, CPU, 0)
+        runs.append(run)
+        logged.append({name: value for name, value in metrics.items() if name.startswith(("policy/", "value/", "advantages/"))})
+    for run, metrics in zip(runs[1:], logged[1:], strict=True):
+        for mine, other in ((run.updater, runs[0].updater), (run.critic_updater, runs[0].critic_updater)):
+            assert len(mine.gradients) == 4  # two mini-batches a pass
+            assert_near(mine.gradients[0], other.gradients[0])
+        assert metrics == pytest.approx(logged[0], abs=1e-4)
+
+
+def test_mini_batches_use_every_row_once_a_pass(sets: Path, tokenizer: Tokenizer) -> None:
+    """With rates too small to move anything, the gradients of a pass, weighted by their tokens, are that of the whole batch."""
+    small, whole = (
+        make_settings(mini_batch_size=size, updates_per_rollout=2, lr=1e-12, critic_lr=1e-12, kl_coef=0.0) for size in (4, 6)
+    )
+    cut, uncut = Run(sets, tokenizer, small), Run(sets, tokenizer, whole)
+    ppo_step(cut.task, small, CPU, 0)
+    ppo_step(uncut.task, whole, CPU, 0)
+    lengths = [t.num_sampled for t in cut.trajectories[0]]
+    passes = []
+    for first, second in ((0, 1), (2, 3)):
+        total = sum(lengths)
+        name = "lm_head.weight" if "lm_head.weight" in cut.updater.gradients[0] else "model.embed_tokens.weight"
+        left, right, both = (
+            cut.updater.gradients[first][name],
+            cut.updater.gradients[second][name],
+            uncut.updater.gradients[0][name],
+        )
+        # left * share + right * (1 - share) = both has one solution for the share of tokens in the first mini-batch
+        share = float(((both - right) * (left - right)).sum() / (left - right).square().sum())
+        torch.testing.assert_close(left * share + right * (1 - share), both, atol=1e-5, rtol=0)
+        assert share * total == pytest.approx(round(share * total), abs=1e-2)
+        passes.append(left)
+    assert not torch.allclose(passes[0], passes[1], atol=1e-4)  # another order in the second pass
+
+
+def test_an_early_stop_leaves_everything_as_it_is(sets: Path, tokenizer: Tokenizer) -> None:
+    """The second pass sees a KL beyond the threshold: the step ends as if it had never been asked for."""
+    single, stopping = (make_settings(updates_per_rollout=n, early_stop_kl=1e-8, epochs=2, lr=0.01) for n in (1, 5))
+    one, stopped = Run(sets, tokenizer, single), Run(sets, tokenizer, stopping)
+    for step in range(3):
+        ppo_step(one.task, single, CPU, step)
+        metrics, _, _ = ppo_step(stopped.task, stopping, CPU, step)
+        assert metrics["policy/approx_kl"] > 1e-8 and metrics["train/early_stops"] == step + 1
+        assert metrics["train/lr"] == pytest.approx(stopped.updater.lr_at(step))
+        assert_bits_equal(stopped.everything(), one.everything())
+        assert len(stopped.updater.gradients) == len(stopped.critic_updater.gradients) == step + 1
+        assert all(p.grad is None for p in [*stopped.policy.parameters(), *stopped.critic.parameters()])
+
+    parts = make_settings(updates_per_rollout=5, early_stop_kl=1e-8, mini_batch_size=2, lr=0.01)
+    stopped = Run(sets, tokenizer, parts)
+    ppo_step(stopped.task, parts, CPU, 0)
+    assert len(stopped.updater.gradients) == 1  # not even the rest of the pass
+
+
+def test_critic_warm_up_moves_the_critic_alone(sets: Path, tokenizer: Tokenizer) -> None:
+    settings = make_settings(critic_warmup_steps=2, epochs=1, updates_per_rollout=2)
+    run, recorder = Run(sets, tokenizer, settings), MemoryRecorder(save_at=[1, 2, 3])
+    weights, critic = snapshot(run.policy), snapshot(run.critic)
+    for step in range(2):
+        metrics, _, _ = ppo_step(run.task, settings, CPU, step)
+        assert_bits_equal(snapshot(run.policy), weights)
+        assert moments(run.updater) == {} and "train/lr" not in metrics and metrics["value/lr"] > 0
+        after = snapshot(run.critic)
+        assert any(not torch.equal(after[name], critic[name]) for name in after)
+        critic = after
+        assert all(p.grad is None for p in run.policy.parameters())
+        assert metrics["policy/approx_kl"] < 1e-10
+    run.task.state.step = 2
+    train_ppo(run.task, settings, CPU, recorder)
+    assert any(not torch.equal(tensor, weights[name]) for name, tensor in snapshot(run.policy).items())
+    assert recorder.at(3)["train/lr"] == pytest.approx(run.updater.lr_at(2))
+
+
+def test_metrics_say_what_happened(sets: Path, tokenizer: Tokenizer) -> None:
+    settings = make_settings(epochs=2, batch_size=7, mini_batch_size=7)
+    run, recorder = Run(sets, tokenizer, settings), MemoryRecorder()
+    reference = snapshot(run.reference)
+    summary = train_ppo(run.task, settings, CPU, recorder)
+    assert [step for step, _ in recorder.lines] == [1, 2, 3, 4, 5, 6] and len(run.trajectories[2]) == 4  # 18 prompts: 7, 7, 4
+    for step in range(1, 7):
+        metrics = recorder.at(step)
+        assert set(metrics) == RUN_KEYS and all(map(math.isfinite, metrics.values()))
+        rewards = [s.total for s in even([], run.trajectories[step - 1])]
+        assert metrics["reward/mean"] == pytest.approx(sum(rewards) / len(rewards))
+        assert metrics["advantages/mean"] == pytest.approx(0, abs=1e-5) and metrics["advantages/std"] == pytest.approx(
+            1, abs=1e-4
+        )
+        assert metrics["policy/ratio_first_update"] == pytest.approx(1, abs=1e-4)
+        assert metrics["rollout/logprob_diff_max"] < 1e-4
+    assert abs(recorder.at(1)["policy/ref_kl"]) < 1e-6 < recorder.at(6)["policy/ref_kl"]
+    assert_bits_equal(snapshot(run.reference), reference)
+    assert summary["train/tokens_seen"] == sum(t.num_sampled for part in run.trajectories for t in part)
+    assert summary["train/early_stops"] == 0 and summary["train/steps"] == 6
+    assert [step for step, _ in recorder.samples] == [1, 3, 5, 6]
+    assert [row["completion"] for row in recorder.samples[-1][1]] == [tokenizer.decode_all(t.ids) for t in run.trajectories[-1]]
+
+
+def test_a_rewarded_token_becomes_more_probable(sets: Path, tokenizer: Tokenizer) -> None:
+    settings = make_settings(epochs=10, kl_coef=0.0, lr=5e-3, updates_per_rollout=2, max_new_tokens=2, gamma=1.0)
+    run = Run(sets, tokenizer, settings)
+    opened = [prompt for index in range(3) for prompt in run.task.prompts.batch(0, index)]
+
+    def first_probabilities() -> Tensor:
+        with torch.no_grad():
+            rows = [run.policy(torch.tensor([prompt.prompt_ids]))[0, -1] for prompt in opened]
+        return (torch.stack(rows) / settings.temperature).softmax(dim=-1).mean(dim=0)
+
+    before = first_probabilities()
+    wanted = int(before.topk(3).indices[2])
+
+    def score(tasks: Sequence[PromptTask], trajectories: Sequence[Trajectory]) -> list[Scored]:
+        hits = [float(trajectory.ids[0] == wanted) for trajectory in trajectories]
+        return [Scored(hit, {"hit": hit}, hit > 0) for hit in hits]
+
+    run.task.score = score
+    train_ppo(run.task, settings, CPU, MemoryRecorder())
+    assert before[wanted] < 0.5 and first_probabilities()[wanted] > before[wanted] + 0.2
+
+
+def test_the_critic_learns_what_the_prompt_decides(sets: Path, tokenizer: Tokenizer) -> None:
+    def by_prompt(tasks: Sequence[PromptTask], trajectories: Sequence[Trajectory]) -> list[Scored]:
+        rewards = [1.0 if task.open_thinking else -1.0 for task in tasks]
+        return [Scored(reward, {"prompt": reward}, reward > 0) for reward in rewards]
+
+    settings = make_settings(epochs=6, critic_warmup_steps=99, critic_lr=3e-3, updates_per_rollout=3, gamma=1.0, gae_lambda=0.95)
+    run, recorder = Run(sets, tokenizer, settings, score=by_prompt), MemoryRecorder()
+    train_ppo(run.task, settings, CPU, recorder)
+    explained = [recorder.at(step)["value/explained_variance"] for step in range(1, 19)]
+    assert sum(explained[:2]) / 2 < 0.3 and sum(explained[-6:]) / 6 > 0.7
+
+
+def test_rollouts_without_a_token_do_no_harm(sets: Path, tokenizer: Tokenizer) -> None:
+    settings = make_settings(thinking_ratio=0.0, micro_batch_size=2)
+    lengths = sorted(len(prompt.prompt_ids) for prompt in Run(sets, tokenizer, settings).task.prompts.batch(0, 0))
+    some = Run(sets, tokenizer, settings, max_total_len=lengths[-1])
+    metrics, _, row_advantages = ppo_step(some.task, settings, CPU, 0)
+    empty = [not t.num_sampled for t in some.trajectories[0]]
+    assert 0 < sum(empty) < 6 and not row_advantages[torch.tensor(empty)].any()
+    assert all(map(math.isfinite, metrics.values())) and len(some.updater.gradients) == 1
+
+    none = Run(sets, tokenizer, settings, max_total_len=1)
+    before, recorder = none.everything(), MemoryRecorder()
+    train_ppo(none.task, settings, CPU, recorder)
+    assert_bits_equal(none.everything(), before)
+    assert all(map(math.isfinite, recorder.at(3).values())) and recorder.at(3)["stop/context"] == 1
+
+
+def test_rewards_that_are_no_numbers_are_skipped_then_refused(sets: Path, tokenizer: Tokenizer) -> None:
+    def broken(tasks: Sequence[PromptTask], trajectories: Sequence[Trajectory]) -> list[Scored]:
+        return [Scored(math.nan, {}, False) for _ in trajectories]
+
+    settings = make_settings(epochs=2)
+    run = Run(sets, tokenizer, settings, score=broken)
+    before = run.everything()
+    with pytest.raises(NumericsError, match=r"last at step 5 \(rows \["):
+        train_ppo(run.task, settings, CPU, MemoryRecorder())
+    assert_bits_equal(run.everything(), before)
+
+
+def test_a_killed_run_ends_with_the_same_bits(sets: Path, tokenizer: Tokenizer) -> None:
+    settings = make_settings(
+        epochs=2, updates_per_rollout=2, mini_batch_size=4, critic_warmup_steps=1, early_stop_kl=0.5, lr=0.01
+    )
+    whole, straight = Run(sets, tokenizer, settings), MemoryRecorder()
+    expected = train_ppo(whole.task, settings, CPU, straight)
+    broken, first = Run(sets, tokenizer, settings), MemoryRecorder(save_at=[2], kill_at=4)
+    with pytest.raises(Killed):
+        train_ppo(broken.task, settings, CPU, first)
+    torch.manual_seed(999)  # no generator's state may matter
+    again, second = Run(sets, tokenizer, settings), MemoryRecorder(first.saved)
+    assert train_ppo(again.task, settings, CPU, second) == expected
+    assert [step for step, _ in second.lines] == [3, 4, 5, 6]
+    assert_bits_equal(again.everything(), whole.everything())
+    assert second.samples == straight.samples[-3:]
