@@ -108,7 +108,7 @@ class Run:
         self.reference = make_model(tokenizer, **shape).requires_grad_(False)
         self.trajectories: list[list[Trajectory]] = []
         self.warnings: list[str] = []
-        opened = open_prompts(sets / "prepared" / "rlaif", settings, tokenizer, 0.0)
+        opened = open_prompts(sets / "prepared" / "rlaif", settings, tokenizer, 0.0, self.warnings.append)
         state, self.updater = one_module(self.policy, settings, total_steps(settings, opened), "policy")
         stop_ids = [tokenizer.eos_id, *range(40, 300, 9)]  # more ends than one, so that lengths differ
         engine = TorchRolloutEngine(self.policy, stop_ids=stop_ids, pad_id=0, max_rows=64)
@@ -458,7 +458,7 @@ def test_agent_trains_on_what_the_policy_wrote_and_not_on_what_tools_said(tmp_pa
     make_set(tmp_path, "agent", rows, tokenizer)
     settings = make_settings(max_prompt_len=1500, batch_size=3, thinking_ratio=0.0, max_new_tokens=80)
     policy, reference = (make_model(tokenizer, sharpness=4.0, max_position_embeddings=2048) for _ in range(2))
-    opened = open_prompts(tmp_path / "prepared" / "agent", settings, tokenizer, 0.0)
+    opened = open_prompts(tmp_path / "prepared" / "agent", settings, tokenizer, 0.0, print)
     state, updater = one_module(policy, settings, 1, "policy")
     engine, encoder = ScriptedEngine(policy, tokenizer), ChatEncoder(tokenizer)
     kept: list[Trajectory] = []

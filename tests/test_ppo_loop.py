@@ -111,7 +111,7 @@ class Run:
             self.critic.score.weight *= 5.0  # values that matter from the start
         self.reference = make_model(tokenizer, **shape).requires_grad_(False)
         self.trajectories: list[list[Trajectory]] = []
-        opened = open_prompts(sets / "prepared" / "rlaif", settings, tokenizer, 0.0)
+        opened = open_prompts(sets / "prepared" / "rlaif", settings, tokenizer, 0.0, print)
         steps = total_steps(settings, opened)
         self.updater = SpyUpdater(self.policy, settings, total_steps=steps)
         self.critic_updater = SpyUpdater(self.critic, settings, total_steps=steps, lr=settings.critic_lr)
@@ -208,8 +208,8 @@ def test_a_step_is_the_papers_formula(sets: Path, tokenizer: Tokenizer) -> None:
         squares = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
         policy_loss, value_loss = tokens.mean(), 0.5 * squares.mean()
         (policy_loss + 0.7 * value_loss).backward()
-        assert_near(run.updater.gradients[update], {name: p.grad.clone() for name, p in twin.named_parameters()}, 3e-6)
-        assert_near(run.critic_updater.gradients[update], {name: p.grad.clone() for name, p in critic.named_parameters()}, 3e-6)
+        assert_near(run.updater.gradients[update], {name: p.grad.clone() for name, p in twin.named_parameters()}, 1e-5)
+        assert_near(run.critic_updater.gradients[update], {name: p.grad.clone() for name, p in critic.named_parameters()}, 1e-5)
         twin_step(twin, optimizers[0], 0.002, 1.0)
         twin_step(critic, optimizers[1], 0.004, 1.0)
     assert metrics["policy/loss"] == pytest.approx(float(policy_loss.detach()), abs=1e-5)
@@ -279,10 +279,9 @@ def test_mini_batches_use_every_row_once_a_pass(sets: Path, tokenizer: Tokenizer
     ppo_step(cut.task, small, CPU, 0)
     ppo_step(uncut.task, whole, CPU, 0)
     lengths = [t.num_sampled for t in cut.trajectories[0]]
-    passes = []
+    passes, name = [], "model.embed_tokens.weight"
     for first, second in ((0, 1), (2, 3)):
         total = sum(lengths)
-        name = "lm_head.weight" if "lm_head.weight" in cut.updater.gradients[0] else "model.embed_tokens.weight"
         left, right, both = (
             cut.updater.gradients[first][name],
             cut.updater.gradients[second][name],
@@ -358,26 +357,24 @@ def test_metrics_say_what_happened(sets: Path, tokenizer: Tokenizer) -> None:
     assert [row["completion"] for row in recorder.samples[-1][1]] == [tokenizer.decode_all(t.ids) for t in run.trajectories[-1]]
 
 
-def test_a_rewarded_token_becomes_more_probable(sets: Path, tokenizer: Tokenizer) -> None:
-    settings = make_settings(epochs=10, kl_coef=0.0, lr=5e-3, updates_per_rollout=2, max_new_tokens=2, gamma=1.0)
+def test_rewarded_tokens_become_more_probable(sets: Path, tokenizer: Tokenizer) -> None:
+    settings = make_settings(epochs=8, kl_coef=0.0, lr=5e-3, updates_per_rollout=2, max_new_tokens=2, gamma=1.0)
     run = Run(sets, tokenizer, settings)
     opened = [prompt for index in range(3) for prompt in run.task.prompts.batch(0, index)]
 
-    def first_probabilities() -> Tensor:
+    def even_first() -> float:
+        """Probability of an even first id, mean over the prompts."""
         with torch.no_grad():
             rows = [run.policy(torch.tensor([prompt.prompt_ids]))[0, -1] for prompt in opened]
-        return (torch.stack(rows) / settings.temperature).softmax(dim=-1).mean(dim=0)
-
-    before = first_probabilities()
-    wanted = int(before.topk(3).indices[2])
+        return float((torch.stack(rows) / settings.temperature).softmax(dim=-1)[:, ::2].sum(dim=1).mean())
 
     def score(tasks: Sequence[PromptTask], trajectories: Sequence[Trajectory]) -> list[Scored]:
-        hits = [float(trajectory.ids[0] == wanted) for trajectory in trajectories]
+        hits = [float(trajectory.ids[0] % 2 == 0) for trajectory in trajectories]
         return [Scored(hit, {"hit": hit}, hit > 0) for hit in hits]
 
-    run.task.score = score
+    before, run.task.score = even_first(), score
     train_ppo(run.task, settings, CPU, MemoryRecorder())
-    assert before[wanted] < 0.5 and first_probabilities()[wanted] > before[wanted] + 0.2
+    assert before < 0.7 and even_first() > before + 0.2
 
 
 def test_the_critic_learns_what_the_prompt_decides(sets: Path, tokenizer: Tokenizer) -> None:
