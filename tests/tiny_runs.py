@@ -86,7 +86,7 @@ def make_model(tokenizer: Tokenizer, *, seed: int = 3, sharpness: float = 1.0, *
     return model.eval()
 
 
-def make_set(folder: Path, name: str, rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> None:
+def make_set(folder: Path, name: str, rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, max_seq_len: int = 400) -> None:
     """Prepares rows into `folder/prepared/name` and, where training reads ids, encodes them into `folder/encoded/name`."""
     folder.mkdir(parents=True, exist_ok=True)
     source = folder / f"{name}.jsonl"
@@ -97,7 +97,8 @@ def make_set(folder: Path, name: str, rows: Sequence[Mapping[str, Any]], tokeniz
     )
     prepare(name, source, folder / "prepared" / name, data)
     if name not in ("rlaif", "agent"):
-        encode_set(name, folder / "prepared" / name, folder / "encoded" / name, tokenizer, max_seq_len=400, max_dropped_frac=0.0)
+        prepared, encoded = folder / "prepared" / name, folder / "encoded" / name
+        encode_set(name, prepared, encoded, tokenizer, max_seq_len=max_seq_len, max_dropped_frac=0.0)
 
 
 def phrase(number: int) -> str:

@@ -22,7 +22,7 @@ from pipeline.params.schema import Eval, Params
 from pipeline.rewards.scoring import CompletionScorer
 from pipeline.text.chat import ChatEncoder
 from pipeline.text.tokenizer import Tokenizer, load_tokenizer
-from pipeline.training.device import Device, open_device
+from pipeline.training.device import open_device
 from pipeline.training.policy_setup import open_reward_model
 from pipeline.training.reward_objective import RewardModelling
 
@@ -58,14 +58,14 @@ def measure_all(params: Params, deps: Sequence[str], cache: Path, *, announce: C
         names = [name, "full_sft"] if name == "lora" else [name]
         own = {path: known[path] for n in names for path in (f"checkpoints/{n}.pth", f"checkpoints/{n}.json")}
         identity = json.dumps([own, panel_identity, settings, code], sort_keys=True)
-        announce(f"{name}: {panel.size()} held-out rows")
-        measured[name] = cached(cache, identity, partial(measure_one, name, examiner, device))
+        measured[name] = cached(cache, identity, partial(measure_one, name, examiner, announce))
     return measured
 
 
-def measure_one(name: str, examiner: Examiner, device: Device) -> RowValues:
+def measure_one(name: str, examiner: Examiner, announce: Callable[[str], None]) -> RowValues:
     """Row values of one checkpoint; the reward model has only preference accuracy."""
-    digest = examiner.tokenizer.digest
+    announce(f"{name}: {examiner.panel.size()} held-out prompts")
+    device, digest = examiner.device, examiner.tokenizer.digest
     if name == "reward":
         model = device.prepare(load_reward_model(CHECKPOINTS / "reward.pth", tokenizer_digest=digest))
         return examiner.score_values(RewardModelling(model, device))

@@ -47,7 +47,7 @@ class Panel:
     tasks: list[PromptTask]
 
     def size(self) -> int:
-        """Rows of the generated tasks."""
+        """How many prompts are answered."""
         return len(self.questions) + len(self.prompts) + len(self.tasks)
 
 
