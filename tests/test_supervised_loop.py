@@ -125,6 +125,20 @@ def test_a_window_is_one_batch_and_the_partial_last_one_is_applied(sets: Path, t
     assert summary["train/tokens_seen"] == recorder.at(2)["train/tokens_seen"] == sum(map(sum, counts))
 
 
+def test_every_epoch_takes_every_batch_once_in_its_own_order(sets: Path, tokenizer: Tokenizer) -> None:
+    settings = make_settings(accumulation_steps=3, epochs=2)
+    task, _ = language_task(sets, tokenizer, settings, make_model(tokenizer))
+    taken, original = [], task.train.batch
+
+    def spy(epoch: int, index: int) -> Any:
+        taken.append((epoch, index))
+        return original(epoch, index)
+
+    task.train.batch = spy
+    train_supervised(task, settings, CPU, MemoryRecorder())
+    assert taken == [(epoch, index) for epoch in (0, 1) for index in range(5)]
+
+
 def test_validation_is_the_mean_over_all_held_out_tokens(sets: Path, tokenizer: Tokenizer) -> None:
     model = make_model(tokenizer, sharpness=4.0, dropout=0.3)
     task, _ = language_task(sets, tokenizer, make_settings(), model)
