@@ -32,13 +32,17 @@ def _facts(random: Random, language: str) -> str:
         related = [other for other in RELATIONS if other.kind == relation.kind]
         pairs = [(other, subject) for subject in subjects for other in related if subject in other.values[language]]
     else:  # one relation over many subjects
-        subjects = random.sample(sorted(relation.values[language]), random.randint(6, 9))
+        subjects = random.sample(sorted(relation.values[language]), random.randint(5, 7))
         pairs = [(relation, subject) for subject in subjects]
     return join(language, *(statement(random, language, *pair) for pair in pairs))
 
 
 def _copies(random: Random, language: str) -> str:
-    form = random.randrange(3)
+    form = random.randrange(5)
+    if form >= 3:  # a line of digits or an expression, said twice: nothing but copying predicts the second half
+        symbols = "0123456789" if form == 3 else "0123456789+-*"
+        line = "".join(random.choice(symbols) for _ in range(random.randint(16, 32)))
+        return f"{line}\n{line}\n{line}"
     if form == 0:  # a number, again
         again = " again " if language == "en" else "再说"
         numbers = [str(random.randint(1, 10 ** random.randint(1, 6))) for _ in range(random.randint(8, 12))]

@@ -1,4 +1,4 @@
-"""The closed world: two dozen countries, sixteen animals, fourteen things, and how people speak about them in two languages."""
+"""The closed world: a dozen countries, ten animals, eight things, and how people speak about them in two languages."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,24 +39,12 @@ Japan 日本|Tokyo 东京|Japanese 日语|Asia 亚洲|yen 日元
 Germany 德国|Berlin 柏林|German 德语|Europe 欧洲|euro 欧元
 Italy 意大利|Rome 罗马|Italian 意大利语|Europe 欧洲|euro 欧元
 Spain 西班牙|Madrid 马德里|Spanish 西班牙语|Europe 欧洲|euro 欧元
-Portugal 葡萄牙|Lisbon 里斯本|Portuguese 葡萄牙语|Europe 欧洲|euro 欧元
-Greece 希腊|Athens 雅典|Greek 希腊语|Europe 欧洲|euro 欧元
-Poland 波兰|Warsaw 华沙|Polish 波兰语|Europe 欧洲|zloty 兹罗提
-Sweden 瑞典|Stockholm 斯德哥尔摩|Swedish 瑞典语|Europe 欧洲|krona 克朗
 Russia 俄罗斯|Moscow 莫斯科|Russian 俄语|Europe 欧洲|ruble 卢布
-Britain 英国|London 伦敦|English 英语|Europe 欧洲|pound 英镑
-Turkey 土耳其|Ankara 安卡拉|Turkish 土耳其语|Asia 亚洲|lira 里拉
-Iran 伊朗|Tehran 德黑兰|Persian 波斯语|Asia 亚洲|rial 里亚尔
 Thailand 泰国|Bangkok 曼谷|Thai 泰语|Asia 亚洲|baht 泰铢
-Vietnam 越南|Hanoi 河内|Vietnamese 越南语|Asia 亚洲|dong 越南盾
-Korea 韩国|Seoul 首尔|Korean 韩语|Asia 亚洲|won 韩元
 Egypt 埃及|Cairo 开罗|Arabic 阿拉伯语|Africa 非洲|pound 埃镑
 Kenya 肯尼亚|Nairobi 内罗毕|Swahili 斯瓦希里语|Africa 非洲|shilling 先令
 Brazil 巴西|Brasilia 巴西利亚|Portuguese 葡萄牙语|America 美洲|real 雷亚尔
-Chile 智利|Santiago 圣地亚哥|Spanish 西班牙语|America 美洲|peso 比索
-Peru 秘鲁|Lima 利马|Spanish 西班牙语|America 美洲|sol 索尔
 Canada 加拿大|Ottawa 渥太华|English 英语|America 美洲|dollar 加元
-Australia 澳大利亚|Canberra 堪培拉|English 英语|Oceania 大洋洲|dollar 澳元
 """
 # name, legs, class, food, sound ("-": none worth asking about).
 _ANIMALS = """
@@ -64,16 +52,10 @@ dog 狗|4 4|mammal 哺乳动物|bones 骨头|woof 汪汪
 cat 猫|4 4|mammal 哺乳动物|mice 老鼠|meow 喵喵
 cow 牛|4 4|mammal 哺乳动物|grass 青草|moo 哞哞
 sheep 羊|4 4|mammal 哺乳动物|leaves 树叶|baa 咩咩
-horse 马|4 4|mammal 哺乳动物|hay 干草|neigh 咴咴
-rabbit 兔子|4 4|mammal 哺乳动物|carrots 胡萝卜|- -
 lion 狮子|4 4|mammal 哺乳动物|meat 肉|roar 吼吼
-panda 熊猫|4 4|mammal 哺乳动物|bamboo 竹子|- -
 duck 鸭子|2 2|bird 鸟类|worms 虫子|quack 嘎嘎
 hen 母鸡|2 2|bird 鸟类|corn 玉米|cluck 咯咯
-eagle 老鹰|2 2|bird 鸟类|snakes 蛇|- -
 frog 青蛙|4 4|amphibian 两栖动物|flies 苍蝇|croak 呱呱
-snake 蛇|0 0|reptile 爬行动物|eggs 鸟蛋|hiss 嘶嘶
-shark 鲨鱼|0 0|fish 鱼类|fish 小鱼|- -
 bee 蜜蜂|6 6|insect 昆虫|honey 花蜜|buzz 嗡嗡
 ant 蚂蚁|6 6|insect 昆虫|sugar 糖|- -
 """
@@ -81,17 +63,11 @@ ant 蚂蚁|6 6|insect 昆虫|sugar 糖|- -
 _THINGS = """
 apple 苹果|red 红色|fruit 水果
 banana 香蕉|yellow 黄色|fruit 水果
-grape 葡萄|purple 紫色|fruit 水果
-orange 橘子|orange 橙色|fruit 水果
-tomato 番茄|red 红色|vegetable 蔬菜
 carrot 胡萝卜|orange 橙色|vegetable 蔬菜
-cucumber 黄瓜|green 绿色|vegetable 蔬菜
 eggplant 茄子|purple 紫色|vegetable 蔬菜
 milk 牛奶|white 白色|drink 饮料
 coffee 咖啡|brown 棕色|drink 饮料
 rose 玫瑰|red 红色|flower 花
-lily 百合|white 白色|flower 花
-coal 煤炭|black 黑色|mineral 矿物
 salt 食盐|white 白色|mineral 矿物
 """
 

@@ -137,8 +137,8 @@ def replied_together(language: str, clauses: Sequence[str]) -> str:
 
 def expression(random: Random) -> str:
     """Returns a sum, difference or product of short numbers, never negative; one in six has three operands."""
-    a, b = random.randint(1, 999), random.randint(1, 999)
-    x, y = random.randint(2, 99), random.randint(2, 99)
+    a, b = random.randint(1, 99), random.randint(1, 99)
+    x, y = random.randint(2, 20), random.randint(2, 20)
     weights = {f"{a}+{b}": 4, f"{max(a, b)}-{min(a, b)}": 3, f"{x}*{y}": 3, f"{a}+{x}+{y}": 1, f"{x}*{y % 10}+{a}": 1}
     return draw(random, weights)
 
