@@ -84,7 +84,7 @@ def test_use_writes_a_missing_file(project: Path) -> None:
 
 
 def test_use_refuses_to_lose_edits(project: Path) -> None:
-    edited = (project / "profiles/micro.yaml").read_text(encoding="utf-8").replace("lr: 3.0e-3", "lr: 4.0e-3")
+    edited = (project / "profiles/micro.yaml").read_text(encoding="utf-8").replace("lr: 5.0e-4", "lr: 4.0e-4", 1)
     (project / "params.yaml").write_text(edited, encoding="utf-8")
     code, said = use(project, "minimind")
     assert (code, said.count("\n")) == (2, 1) and "--force" in said
@@ -105,7 +105,7 @@ def test_unknown_and_invalid_profiles(project: Path) -> None:
         "profile 'minimind-mow': no such file in profiles/; did you mean `minimind-moe`?\n",
     )
     (project / "profiles/mine.yaml").write_text(
-        (project / "profiles/micro.yaml").read_text(encoding="utf-8").replace("group_size: 8", "group_size: 1", 1),
+        (project / "profiles/micro.yaml").read_text(encoding="utf-8").replace("group_size: 6", "group_size: 1", 1),
         encoding="utf-8",
     )
     code, said = use(project, "mine")

@@ -339,7 +339,7 @@ def test_some_facts_by_hand() -> None:
     assert by_name["legs"]["zh"]["蜜蜂"] == by_name["legs"]["en"]["ant"] == "6"
     assert by_name["colour"]["en"]["banana"] == "yellow"
     assert "shark" not in by_name["sound"]["en"]
-    assert [len(relation.values["en"]) for relation in RELATIONS] == [24, 24, 24, 24, 16, 16, 16, 11, 14, 14]
+    assert [len(relation.values["en"]) for relation in RELATIONS] == [12, 12, 12, 12, 10, 10, 10, 9, 8, 8]
     assert all(len(values["en"]) == len(values["zh"]) for values in by_name.values())
 
 
@@ -354,7 +354,7 @@ def test_documents_are_short_and_records_are_json(world: dict[str, list[dict[str
     texts = [row["text"] for row in world["pretrain"]]
     assert 150 < sum(map(len, texts)) / len(texts) < 300
     assert max(map(len, texts)) < 1000
-    assert sum(60 <= len(text) <= 450 for text in texts) / len(texts) > 0.85
+    assert sum(60 <= len(text) <= 450 for text in texts) / len(texts) > 0.8
     lines = [line for text in texts for line in text.split("\n") if line.startswith("{")]
     assert len(lines) > 2000
     assert all(isinstance(json.loads(line), dict) for line in lines)
@@ -379,5 +379,5 @@ def test_a_wrong_recipe_is_one_readable_line(recipe: dict[str, Any], change: dic
 
 def test_asking_for_more_rows_than_the_world_has_is_an_error(recipe: dict[str, Any]) -> None:
     facts_only = {"questions": {"fact": 1, "pair": 0, "story": 0, "small_talk": 0}, "system_frac": 0, "earlier_turn_frac": 0}
-    with pytest.raises(DataError, match="rows.rlaif=1300: the world has only about 1[01]"):
+    with pytest.raises(DataError, match="rows.rlaif=1300: the world has only about 6"):
         list(generate("rlaif", {**recipe, **facts_only, "rows": {**recipe["rows"], "rlaif": 1300}}))

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from pipeline.checkpoint.files import load_model
 from pipeline.checkpoint.lora import load_lora_model
@@ -88,12 +89,16 @@ def open_panel(params: Eval, tokenizer: Tokenizer, config: ModelConfig) -> Panel
     return Panel(
         SupervisedBatches(DATA / "encoded/pretrain/held_out.arrow", batch_size=TEXT_BATCH, seed=params.seed, tokenizer=tokenizer),
         PairBatches(DATA / "encoded/dpo/held_out.arrow", batch_size=PAIR_BATCH, seed=params.seed, tokenizer=tokenizer),
-        questions_of(
-            iter_prepared(DATA / "prepared/full_sft", "held_out"), encoder, limit=params.panel_rows, max_prompt_len=room
-        ),
+        questions_of(chosen_chats(DATA / "prepared/dpo"), encoder, limit=params.panel_rows, max_prompt_len=room),
         list(islice(held_out_tasks("rlaif", params, tokenizer, room, params.thinking_ratio), params.panel_rows)),
         list(islice((t for t in held_out_tasks("agent", params, tokenizer, room, 0.0) if t.gt), params.panel_rows)),
     )
+
+
+def chosen_chats(prepared: Path) -> Iterator[dict[str, Any]]:
+    """The held-out pairs as chats that end with the chosen answer: the one reference that a question has."""
+    for row in iter_prepared(prepared, "held_out"):
+        yield {"conversations": row["chosen"], "tools": row["tools"]}
 
 
 def held_out_tasks(name: str, params: Eval, tokenizer: Tokenizer, room: int, thinking_ratio: float) -> Iterator[PromptTask]:

@@ -27,13 +27,18 @@ class ScalarModel(Backbone):
         scalar.model.load_state_dict(model.model.state_dict())
         return scalar.to(model.lm_head.weight.device)
 
+    def scalar(self, hidden: Tensor) -> Tensor:
+        """The head's number [...] for hidden states [..., W], in fp32 also under autocast."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.score(hidden.float()).squeeze(-1)
+
 
 class ValueModel(ScalarModel):
     """The critic: the expected return from each position on."""
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Values [B, T] of right-padded token ids [B, T], fp32."""
-        return self.score(self.hidden(input_ids)).squeeze(-1).float()
+        return self.scalar(self.hidden(input_ids))
 
 
 class RewardModel(ScalarModel):
@@ -47,4 +52,4 @@ class RewardModel(ScalarModel):
         """
         hidden = self.hidden(input_ids)
         rows = torch.arange(len(hidden), device=hidden.device)
-        return self.score(hidden[rows, last_positions]).squeeze(-1).float()
+        return self.scalar(hidden[rows, last_positions])

@@ -250,8 +250,9 @@ class CausalLM(Backbone):
         self.init_weights(seed)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of hidden states [..., W]."""
-        return self.lm_head(hidden)
+        """Logits [..., V] of hidden states [..., W], in fp32 also under autocast: what samples and what scores are one."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.lm_head(hidden.float())
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits [B, T, V] of token ids [B, T]."""

@@ -155,6 +155,7 @@ class Reward(Supervised):
 class Sampling(Optimizer):
     """What the stages that sample share. Temperature applies to old, new and reference logprobs alike."""
 
+    max_steps: Positive | None  # ends the run early; null runs all epochs
     max_prompt_len: Annotated[int, Field(ge=8)]
     max_new_tokens: Positive
     temperature: PositiveFloat

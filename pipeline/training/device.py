@@ -60,8 +60,9 @@ def open_device(runtime: Runtime) -> Device:
     device = torch.device("cuda" if cuda else "cpu")
     if cuda:
         torch.backends.cudnn.benchmark = False
-        torch.backends.cuda.matmul.allow_tf32 = True
     dtype = {"auto": torch.bfloat16 if cuda else None, "float32": None, "bfloat16": torch.bfloat16}[runtime.dtype]
+    if cuda:
+        torch.backends.cuda.matmul.allow_tf32 = dtype is not None  # float32 means float32
     if dtype is not None and cuda and not torch.cuda.is_bf16_supported():
         raise ParamsError("runtime.dtype='bfloat16': this GPU has no bfloat16; use 'float32'")
     return Device(device, dtype, runtime.gradient_checkpointing)

@@ -51,7 +51,9 @@ class GroupTask:
 
 
 def total_steps(settings: Group, prompts: Prompts) -> int:
-    return settings.epochs * prompts.batches_per_epoch
+    """Rollouts of the whole run: all epochs, or `max_steps` where that is less."""
+    steps = settings.epochs * prompts.batches_per_epoch
+    return steps if settings.max_steps is None else min(steps, settings.max_steps)
 
 
 def train_group(task: GroupTask, settings: Group, device: Device, recorder: Recorder) -> dict[str, float]:

@@ -59,7 +59,9 @@ class Experience:
 
 
 def total_steps(settings: Ppo, prompts: Prompts) -> int:
-    return settings.epochs * prompts.batches_per_epoch
+    """Rollouts of the whole run: all epochs, or `max_steps` where that is less."""
+    steps = settings.epochs * prompts.batches_per_epoch
+    return steps if settings.max_steps is None else min(steps, settings.max_steps)
 
 
 def train_ppo(task: PpoTask, settings: Ppo, device: Device, recorder: Recorder) -> dict[str, float]:

@@ -38,11 +38,10 @@ def _facts(random: Random, language: str) -> str:
 
 
 def _copies(random: Random, language: str) -> str:
-    form = random.randrange(5)
-    if form >= 3:  # a line of digits or an expression, said twice: nothing but copying predicts the second half
-        symbols = "0123456789" if form == 3 else "0123456789+-*"
-        line = "".join(random.choice(symbols) for _ in range(random.randint(16, 32)))
-        return f"{line}\n{line}\n{line}"
+    form = random.randrange(8)
+    if form >= 3:  # a line of unrelated items, said again and again: nothing but copying predicts it
+        line = " ".join(_item(random, language) for _ in range(random.randint(3, 8)))
+        return "\n".join([line] * random.randint(3, 6))
     if form == 0:  # a number, again
         again = " again " if language == "en" else "再说"
         numbers = [str(random.randint(1, 10 ** random.randint(1, 6))) for _ in range(random.randint(8, 12))]
@@ -59,6 +58,21 @@ def _copies(random: Random, language: str) -> str:
     ]
     line = ", ".join(f"{name}: {word}" for name, word in zip(names, words, strict=True))
     return f"{line}.\n{line}."
+
+
+def _item(random: Random, language: str) -> str:
+    """Returns something to copy: a made-up word, a number, an expression, a name or a word of the world."""
+    form = random.randrange(6)
+    if form < 2:
+        return "".join(random.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(random.randint(2, 5)))
+    if form == 2:
+        return str(random.randint(0, 9999))
+    if form == 3:
+        return f"{random.randint(1, 99)}{random.choice('+-*')}{random.randint(1, 99)}"
+    if form == 4:
+        return random.choice(NAMES[language])
+    relation = random.choice(RELATIONS)
+    return random.choice(sorted(relation.values[language].items()))[random.randrange(2)]
 
 
 def _arithmetic(random: Random, language: str) -> str:

@@ -49,7 +49,7 @@ def answer(random: Random, question: Question, style: str) -> str:
     if style == "short":
         return question.value
     if style == "repeated":
-        return join(question.language, *[question.sentence] * random.randint(2, 4))
+        return join(question.language, *[question.sentence] * random.randint(2, 3))
     return random.choice(_HEDGES[question.language]).format(v=question.value)
 
 
@@ -59,4 +59,4 @@ def thought(random: Random, language: str, good: str, style: str) -> str:
         return good
     if style == "little":
         return random.choice(_LITTLE[language])
-    return join(language, *[good] * random.randint(3, 4))
+    return join(language, *[good] * random.randint(2, 3))
