@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_runs import CPU, assistant, chats, documents, make_model, make_set, make_tokenizer, pairs, prompts, user
+from tiny_runs import CPU, assistant, documents, make_model, make_set, make_tokenizer, pairs, prompts, user
 
 from pipeline.checkpoint.files import model_meta, save_model
 from pipeline.checkpoint.lora import lora_meta
@@ -277,9 +277,9 @@ def make_repository(folder: Path) -> Tokenizer:
     """Everything that stage eval reads, tiny."""
     tokenizer = make_tokenizer(folder / "data" / "tokenizer")
     make_set(folder / "data", "pretrain", documents(12), tokenizer)
-    long = [{"conversations": [user(f"0123456789 {n} " * 60), assistant("x")]} for n in range(16)]
-    make_set(folder / "data", "full_sft", chats(16) + long, tokenizer, max_seq_len=2000)
-    make_set(folder / "data", "dpo", pairs(16), tokenizer)
+    questions = [user(f"0123456789 {n} " * 60) for n in range(16)]
+    long = [{"chosen": [question, assistant("x")], "rejected": [question, assistant("y")]} for question in questions]
+    make_set(folder / "data", "dpo", pairs(16) + long, tokenizer, max_seq_len=2000)
     make_set(folder / "data", "rlaif", prompts(40), tokenizer)
     system = {"role": "system", "content": "", "tools": [tool_schema("calculate_math", "en")]}
     tasks = [{"conversations": [system, user(f"{n}+1?"), assistant("")], "gt": [str(n + 1)]} for n in range(12)]
@@ -311,9 +311,7 @@ def save_policy(folder: Path, name: str, tokenizer: Tokenizer, *, seed: int) -> 
         save_model(path, model.state_dict(), model_meta("causal_lm", model.config, tokenizer.digest))
 
 
-DEPS = [f"data/encoded/{name}" for name in ("pretrain", "dpo")] + [
-    f"data/prepared/{name}" for name in ("full_sft", "rlaif", "agent")
-]
+DEPS = [f"data/encoded/{name}" for name in ("pretrain", "dpo")] + [f"data/prepared/{name}" for name in ("dpo", "rlaif", "agent")]
 DEPS += ["data/tokenizer", *(f"checkpoints/{name}.{end}" for name in MODELS for end in ("pth", "json"))]
 
 
@@ -402,7 +400,7 @@ def test_logprob_metrics_are_those_of_single_rows(tmp_path: Path) -> None:
     folder = tmp_path / "data" / "encoded"
     text = SupervisedBatches(folder / "pretrain" / "held_out.arrow", batch_size=2, seed=1, tokenizer=tokenizer)
     both = PairBatches(folder / "dpo" / "held_out.arrow", batch_size=3, seed=1, tokenizer=tokenizer)
-    model = make_model(tokenizer, sharpness=4.0)
+    model = make_model(tokenizer, sharpness=4.0, max_position_embeddings=1024)
     examiner = make_examiner(tokenizer, empty_panel(text=text, pairs=both))
 
     def logprob(model: CausalLM, ids: torch.Tensor, labels: torch.Tensor) -> float:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import CausalLM
-from pipeline.rollout.records import Completion, StopReason, Trajectory, Turn, pad_trajectories, torch_engine
+from pipeline.rollout import torch_engine
+from pipeline.rollout.records import Completion, StopReason, Trajectory, Turn, pad_trajectories
 from pipeline.rollout.sampling import draw, fold_key, uniforms
 from pipeline.rollout.torch_engine import TorchRolloutEngine
 from pipeline.text.turns import parse_turn

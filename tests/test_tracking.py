@@ -39,7 +39,7 @@ PARAMS: dict[str, Any] = {
 
 def _runtime(**changes: Any) -> Runtime:
     values = {"device": "cpu", "dtype": "auto", "threads": 1, "save_every_s": 1e9, "keep_saves": 2, "progress": "off"}
-    return Runtime(**{**values, "mlflow": False, "compile": False, "gradient_checkpointing": False, **changes})
+    return Runtime(**{**values, "mlflow": False, "gradient_checkpointing": False, **changes})
 
 
 def _open(root: Path, *, params: dict[str, Any] = PARAMS, **runtime: Any) -> Any:
@@ -88,7 +88,7 @@ def test_the_key_follows_params_inputs_and_code_but_not_runtime(repository: Path
     (repository / "data" / "code" / "grpo.json").write_text('{"pipeline.maths.policy": "2"}')
     keys.append(_run_path(repository).parent)
     assert len(set(keys)) == 5
-    again = _run_path(repository, threads=7, save_every_s=3.0, keep_saves=9, compile=True)
+    again = _run_path(repository, threads=7, save_every_s=3.0, keep_saves=9, gradient_checkpointing=True)
     assert again.parent == keys[-1]
 
 

@@ -34,6 +34,7 @@ OPTIMIZER: dict[str, Any] = {
     "plot_every": 1,
 }
 SAMPLING: dict[str, Any] = OPTIMIZER | {
+    "max_steps": None,
     "max_prompt_len": 100,
     "max_new_tokens": 6,
     "temperature": 0.6,
