@@ -199,6 +199,14 @@ def test_trajectories_advance_together_and_keep_their_order(tokenizer: Tokenizer
     assert [len(t.turns) for t in trajectories] == [1, 2, 3, 1]
     assert [t.final_answer for t in trajectories] == ["one", "two", "three", ""]
     assert script.calls[1]["prompts"][0] == [1, 50, *trajectories[1].ids[: -len(script.ids(f"two{END}"))]]
+    # each turn goes on from the one before; the last allowed one need not be remembered
+    assert [call["remember"] for call in script.calls] == [True, True, False]
+    assert script.calls[0]["previous"] == [None] * 4
+    for call, before, rows in zip(script.calls[1:], script.calls, ([1, 2], [1]), strict=False):
+        assert [p.ids for p in call["previous"]] == [
+            prompt[len(earlier) :][: len(p.ids)]
+            for prompt, earlier, p in zip(call["prompts"], [before["prompts"][r] for r in rows], call["previous"], strict=True)
+        ]
     keys = [call["keys"] for call in script.calls]
     assert keys[0][0] == keys[0][3]  # one key, one stream
     assert len({key for turn in keys for key in turn}) == 6  # every turn and every key has a stream of its own

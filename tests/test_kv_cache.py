@@ -136,10 +136,10 @@ def test_joined_caches_go_on_together():
     with torch.inference_mode():
         for cache, part in zip(caches, parts, strict=True):
             append(model, cache, part)
-        joined = KVCache.concat(caches)
-        rows = [[*row, 30] for part in parts for row in part]
-        assert joined.lengths.tolist() == [5, 2, 3] and joined.max_length == 5
-        for piece, row in zip(append(model, joined, [[30]] * 3), rows, strict=True):
+        joined = KVCache.gather(caches, [torch.tensor([1, 0, 1]), torch.tensor([0])], capacity=16)
+        rows = [[*row, 30] for row in (parts[0][1], parts[0][0], parts[0][1], parts[1][0])]
+        assert joined.lengths.tolist() == [2, 5, 2, 3] and joined.max_length == 5 and joined.capacity == 16
+        for piece, row in zip(append(model, joined, [[30]] * 4), rows, strict=True):
             torch.testing.assert_close(piece[-1], whole(model, row)[-1], **CLOSE)
 
 

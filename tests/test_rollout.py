@@ -146,6 +146,51 @@ def test_text_depends_on_prompt_and_key_alone(model: CausalLM, monkeypatch: pyte
         assert_same(together, sample(make_engine(model)))
 
 
+@pytest.mark.parametrize("use_moe", [False, True])
+def test_a_next_turn_from_memory_is_the_next_turn_without(use_moe: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(use_moe=use_moe)
+    engine = make_engine(model)
+
+    def turns(engine: TorchRolloutEngine, *, remember: Sequence[bool]) -> list[list[Completion]]:
+        contexts, previous, said = [list(prompt) for prompt in PROMPTS], [None] * len(PROMPTS), []
+        for turn in range(3):
+            keys = [key + 100 * turn for key in KEYS]
+            done = engine.generate(
+                contexts, keys=keys, max_new_tokens=8, temperature=0.7, previous=previous, remember=any(remember)
+            )
+            said.append(done)
+            new = [[3, 8, 20 + row][: 1 + (row + turn) % 3] for row in range(len(PROMPTS))]
+            contexts = [[*context, *c.ids, *ids] for context, c, ids in zip(contexts, done, new, strict=True)]
+            previous = [c if keep else None for c, keep in zip(done, remember, strict=True)]
+        return said
+
+    fresh = turns(engine, remember=[False] * len(PROMPTS))
+    assert all(completion.memory is None for done in fresh for completion in done)
+    mixed = [row % 3 != 0 for row in range(len(PROMPTS))]
+    read = []
+    hidden = model.hidden
+    monkeypatch.setattr(model, "hidden", lambda ids, cache: read.append(tuple(ids.shape)) or hidden(ids, cache=cache))
+    for expected, done in zip(fresh, turns(engine, remember=[True] * len(PROMPTS)), strict=True):
+        assert_same(expected, done)
+    # later turns read the last sampled id and what is new: at most 4 positions
+    prefills = [shape for shape in read if shape[1] > 1]
+    assert prefills[0][1] == 11 and len(prefills) == 3 and {shape[1] for shape in prefills[1:]} == {4}
+    for rows, prefill in ((64, 7), (3, 100), (1, 1)):
+        monkeypatch.setattr(torch_engine, "PREFILL_TOKENS", prefill)
+        for frac in (1e-9, 1.0):
+            monkeypatch.setattr(torch_engine, "COMPACT_FRAC", frac)
+            for expected, done in zip(fresh, turns(make_engine(model, max_rows=rows), remember=mixed), strict=True):
+                assert_same(expected, done)
+
+
+def test_a_prompt_must_go_on_from_its_previous_completion(model: CausalLM) -> None:
+    engine = make_engine(model)
+    (done,) = engine.generate([[5, 6, 7]], keys=[1], max_new_tokens=4, temperature=0.7, remember=True)
+    for prompt in ([5, 6, 8, *done.ids, 1], [5, 6], [5, 6, 7, *done.ids[:-1]]):
+        with pytest.raises(ValueError, match="begin with its previous"):
+            engine.generate([prompt], keys=[1], max_new_tokens=4, temperature=0.7, previous=[done])
+
+
 def test_equal_prompts_with_different_keys_differ(model: CausalLM) -> None:
     texts = {tuple(c.ids) for c in sample(make_engine(model), [[5, 6, 7]] * 8, list(range(8)))}
     assert len(texts) == 8

@@ -289,7 +289,7 @@ def test_a_guess_is_false_and_a_reply_is_true(tool: str, language: str) -> None:
         assert 12 <= len(asked.thought) <= 80
 
 
-def test_preference_pairs_are_balanced_in_length(world: dict[str, list[dict[str, Any]]]) -> None:
+def test_preference_pairs_are_balanced_in_length(recipe: dict[str, Any], world: dict[str, list[dict[str, Any]]]) -> None:
     pairs = [(row["chosen"][-1]["content"], row["rejected"][-1]["content"]) for row in world["dpo"]]
     longer = sum(len(chosen) > len(rejected) for chosen, rejected in pairs) / len(pairs)
     shorter = sum(len(chosen) < len(rejected) for chosen, rejected in pairs) / len(pairs)
@@ -297,9 +297,9 @@ def test_preference_pairs_are_balanced_in_length(world: dict[str, list[dict[str,
     assert 0.35 < shorter < 0.6
     counts = Counter(style(rejected) for _, rejected in pairs)
     assert all(style(chosen) == "good" for chosen, _ in pairs)
-    for name in ("short", "repeated", "hedging"):
-        assert within(counts[name] / len(pairs), 0.3, len(pairs)), counts
-    assert within(counts["good"] / len(pairs), 0.1, len(pairs))
+    for name, share in recipe["rejected"].items():
+        seen = counts["good" if name == "wrong" else name]  # a wrong answer is told in good style
+        assert within(seen / len(pairs), share, len(pairs)), (name, counts)
 
 
 def test_questions_have_one_good_answer_of_a_rewarded_length() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import ParamsError
+from pipeline.model.config import ModelConfig
 
 if TYPE_CHECKING:
     from pipeline.model.transformer import CausalLM
@@ -45,11 +46,7 @@ class KVCache:
             ParamsError: `capacity` exceeds model.max_position_embeddings.
         """
         config = model.config
-        if capacity > config.max_position_embeddings:
-            raise ParamsError(
-                f"model.max_position_embeddings={config.max_position_embeddings}: must be >= {capacity}, "
-                "the longest sequence that is to be generated; raise it, or lower max_prompt_len or max_new_tokens"
-            )
+        cls.check_capacity(config, capacity)
         weight = model.lm_head.weight
         device = weight.device
         dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight.dtype
@@ -58,6 +55,15 @@ class KVCache:
         keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
         values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
         return cls(keys, values, torch.zeros(batch, dtype=torch.int64, device=device))
+
+    @staticmethod
+    def check_capacity(config: ModelConfig, capacity: int) -> None:
+        """Raises ParamsError where `capacity` positions are more than the model has."""
+        if capacity > config.max_position_embeddings:
+            raise ParamsError(
+                f"model.max_position_embeddings={config.max_position_embeddings}: must be >= {capacity}, "
+                "the longest sequence that is to be generated; raise it, or lower max_prompt_len or max_new_tokens"
+            )
 
     def __len__(self) -> int:
         """B, the number of rows."""
@@ -93,23 +99,32 @@ class KVCache:
 
     def select(self, rows: Tensor) -> "KVCache":
         """A new cache of the given rows ([N] int64), which may be dropped, reordered or repeated; this one stays as it is."""
-        return KVCache(
-            [self._copy(layer, rows) for layer in self._keys],
-            [self._copy(layer, rows) for layer in self._values],
-            self.lengths[rows],
-        )
+        return self.gather([self], [rows], self.capacity)
 
     @classmethod
-    def concat(cls, caches: Sequence["KVCache"]) -> "KVCache":
-        """A new cache of the rows of all caches, in order; they are of one model and one capacity."""
+    def gather(cls, caches: Sequence["KVCache"], rows: Sequence[Tensor], capacity: int) -> "KVCache":
+        """A new cache of `capacity` positions that holds rows of several caches of one model.
+
+        Args:
+            caches: where the rows are; they stay as they are.
+            rows: per cache the row numbers to take ([N] int64), which may be dropped, reordered or repeated.
+            capacity: at least the length of every row taken.
+        """
         layers = range(len(caches[0]._keys))
         return cls(
-            [torch.cat([cache._keys[layer] for cache in caches]) for layer in layers],
-            [torch.cat([cache._values[layer] for cache in caches]) for layer in layers],
-            torch.cat([cache.lengths for cache in caches]),
+            [_gather([cache._keys[layer] for cache in caches], caches, rows, capacity) for layer in layers],
+            [_gather([cache._values[layer] for cache in caches], caches, rows, capacity) for layer in layers],
+            torch.cat([cache.lengths[taken] for cache, taken in zip(caches, rows, strict=True)]),
         )
 
-    def _copy(self, layer: Tensor, rows: Tensor) -> Tensor:
-        copy = layer.new_zeros((len(rows), *layer.shape[1:]))
-        copy[:, :, : self.max_length] = layer[:, :, : self.max_length].index_select(0, rows)
-        return copy
+
+def _gather(tensors: list[Tensor], caches: Sequence[KVCache], rows: Sequence[Tensor], capacity: int) -> Tensor:
+    """The used positions of the rows taken, and zeros behind them."""
+    _, heads, _, head_dim = tensors[0].shape
+    gathered = tensors[0].new_empty((sum(map(len, rows)), heads, capacity + 1, head_dim))
+    places = gathered.split([len(taken) for taken in rows])
+    for tensor, cache, taken, place in zip(tensors, caches, rows, places, strict=True):
+        used = min(cache.max_length, capacity)
+        place[:, :, :used] = tensor[:, :, :used].index_select(0, taken)
+        place[:, :, used:] = 0
+    return gathered

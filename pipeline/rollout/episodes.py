@@ -61,6 +61,8 @@ def run_episodes(
             max_new_tokens=[min(max_new_tokens, episode.room(max_total_len)) for episode in running],
             temperature=temperature,
             greedy=greedy,
+            previous=[episode.completion for episode in running],
+            remember=turn + 1 < max_turns,
         )
         for episode, completion in zip(running, completions, strict=True):
             episode.record(completion, read_turn(tokenizer, completion, open_thinking=episode.trajectory.open_thinking))
@@ -82,6 +84,7 @@ class _Episode:
     def __init__(self, task: PromptTask, key: int) -> None:
         self.key = key
         self.running = True
+        self.completion: Completion | None = None
         self.trajectory = Trajectory(
             prompt_ids=list(task.prompt_ids),
             ids=[],
@@ -111,6 +114,8 @@ class _Episode:
         trajectory.stop = completion.stop
         calls_tools = turn.parsed.calls or turn.parsed.malformed_calls
         self.running = completion.stop is StopReason.EOS and bool(calls_tools)
+        # what is over needs no memory
+        self.completion = completion if self.running else None
 
     def answer_calls(self, encoder: ChatEncoder, max_total_len: int, *, last_turn: bool) -> None:
         """Appends the results of the last turn's calls, or ends the episode where no turn can follow them."""

@@ -6,7 +6,7 @@ Dimensions: N rows, L ids of one row, B sequences, T positions.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -38,11 +38,13 @@ class Completion:
         ids: L sampled ids; a sampled `<|im_end|>` is the last of them.
         logprobs: L natural logarithms of the probability each id was drawn with (temperature applied).
         stop: `EOS` or `LENGTH`.
+        memory: What the engine read to get here, kept for a next turn on request; nobody else looks inside.
     """
 
     ids: list[int]
     logprobs: list[float]
     stop: StopReason
+    memory: Any = field(default=None, repr=False, compare=False)
 
 
 class RolloutEngine(Protocol):
@@ -56,6 +58,8 @@ class RolloutEngine(Protocol):
         max_new_tokens: int | Sequence[int],
         temperature: float,
         greedy: bool = False,
+        previous: Sequence[Completion | None] | None = None,
+        remember: bool = False,
     ) -> list[Completion]:
         """One completion per prompt, in the order of the prompts.
 
@@ -65,6 +69,10 @@ class RolloutEngine(Protocol):
             max_new_tokens: The most ids to sample, at least 1: for all rows, or one number per row.
             temperature: Divides the logits, > 0. The distribution is not truncated otherwise, and no id is ruled out.
             greedy: Take the most probable id instead of drawing one.
+            previous: Per prompt the completion that it goes on from (None for a first turn): the prompt begins with that
+                completion's prompt and ids. What its memory holds is not read again; the result is the same without.
+            remember: Keep the memory of every completion, as much as the keys and values of its context take, until the
+                completion is dropped.
         """
         ...
 

@@ -16,21 +16,39 @@ from pipeline.model.transformer import CausalLM
 from pipeline.rollout.records import Completion, StopReason
 from pipeline.rollout.sampling import draw, uniforms
 
-PREFILL_TOKENS = 16384
+PREFILL_TOKENS = 2048
 """Padded prompt positions of one forward; bounds the activations of a prefill."""
 COMPACT_FRAC = 0.25
 """Share of finished rows at which the batch is rebuilt without them: copying the cache costs one or two decode steps."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Memory:
+    """What `Completion.memory` holds: a row of a cache, which has read all ids of `context`."""
+
+    context: tuple[int, ...]
+    cache: KVCache
+    row: int
+
+
 @dataclass(slots=True)
 class _Row:
-    """A row that is being generated; `limit` is the most ids it may get."""
+    """A row that is being generated.
+
+    `limit` is the most ids it may get, `memory` what was read of the prompt before.
+    """
 
     prompt: tuple[int, ...]
     key: int
     limit: int
     completion: Completion
+    memory: Memory | None = None
     finished: bool = False
+
+    @property
+    def unread(self) -> tuple[int, ...]:
+        """The prompt behind what `memory` has read."""
+        return self.prompt[len(self.memory.context) :] if self.memory else self.prompt
 
     def append(self, token: int, logprob: float, *, is_stop: bool) -> None:
         self.completion.ids.append(token)
@@ -43,9 +61,9 @@ class _Row:
 class TorchRolloutEngine:
     """A `RolloutEngine` over a model that others may train meanwhile: every call samples from its present weights.
 
-    Rows of equal prompt are prefilled once. Logits are computed at last positions only, and logprobs are recorded from the
-    logits that were sampled from. An id's random number depends on its row's key and position, so a row's text does not depend
-    on its neighbours, up to near-ties of floating point.
+    Rows of equal prompt are prefilled once, and a later turn of an episode reads only what is new in it. Logits are computed at
+    last positions only, and logprobs are recorded from the logits that were sampled from. An id's random number depends on its
+    row's key and position, so a row's text does not depend on its neighbours, up to near-ties of floating point.
     """
 
     def __init__(
@@ -82,27 +100,35 @@ class TorchRolloutEngine:
         max_new_tokens: int | Sequence[int],
         temperature: float,
         greedy: bool = False,
+        previous: Sequence[Completion | None] | None = None,
+        remember: bool = False,
     ) -> list[Completion]:
         """See `RolloutEngine.generate`.
 
         Raises:
-            ValueError: An empty prompt, a limit below 1, a temperature that is not positive, or counts that differ.
+            ValueError: An empty prompt, a limit below 1, a temperature that is not positive, counts that differ, or a prompt
+                that does not go on from where its previous completion ended.
             ParamsError: A prompt and its new tokens exceed the model's window.
         """
         limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-        if not len(prompts) == len(keys) == len(limits):
-            raise ValueError(f"{len(prompts)} prompts, {len(keys)} keys, {len(limits)} limits: must be equally many")
+        previous = previous or [None] * len(prompts)
+        if not len(prompts) == len(keys) == len(limits) == len(previous):
+            counts = f"{len(prompts)} prompts, {len(keys)} keys, {len(limits)} limits, {len(previous)} previous completions"
+            raise ValueError(f"{counts}: must be equally many")
         if temperature <= 0 or min(limits, default=1) < 1 or not all(len(prompt) for prompt in prompts):
             raise ValueError("generate: temperature must be > 0, max_new_tokens >= 1, and no prompt empty")
         rows = [
-            _Row(tuple(prompt), key, limit, Completion([], [], StopReason.LENGTH))
-            for prompt, key, limit in zip(prompts, keys, limits, strict=True)
+            _Row(tuple(prompt), key, limit, Completion([], [], StopReason.LENGTH), before.memory if before else None)
+            for prompt, key, limit, before in zip(prompts, keys, limits, previous, strict=True)
         ]
+        for row in rows:
+            if row.memory and (not row.unread or row.prompt[: len(row.memory.context)] != row.memory.context):
+                raise ValueError("generate: a prompt must begin with its previous completion's context and add to it")
         # neighbours of equal length waste no padding, and equal prompts lie side by side
-        ordered = sorted(rows, key=lambda row: (len(row.prompt), row.prompt))
+        ordered = sorted(rows, key=lambda row: (row.memory is not None, len(row.prompt), row.prompt))
         with self._inference():
             for start in range(0, len(ordered), self._max_rows):
-                self._decode(ordered[start : start + self._max_rows], temperature, greedy)
+                self._decode(ordered[start : start + self._max_rows], temperature, greedy=greedy, remember=remember)
         return [row.completion for row in rows]
 
     @contextlib.contextmanager
@@ -120,7 +146,7 @@ class TorchRolloutEngine:
     def _device(self) -> torch.device:
         return self._model.lm_head.weight.device
 
-    def _decode(self, rows: list[_Row], temperature: float, greedy: bool) -> None:
+    def _decode(self, rows: list[_Row], temperature: float, *, greedy: bool, remember: bool) -> None:
         """Fills the completions of at most `max_rows` rows, ordered so that equal prompts are neighbours."""
         cache, logits = self._prefill(rows)
         stream = None if greedy else uniforms([row.key for row in rows], max(row.limit for row in rows)).to(self._device)
@@ -130,9 +156,12 @@ class TorchRolloutEngine:
                 if not row.finished:
                     row.append(token, logprob, is_stop=token in self._stop_ids)
             going = [index for index, row in enumerate(rows) if not row.finished]
+            leave = not going or len(rows) - len(going) >= COMPACT_FRAC * len(rows)
+            if leave and remember:
+                self._remember(rows, cache)
             if not going:
                 return
-            if len(rows) - len(going) >= COMPACT_FRAC * len(rows):
+            if leave:
                 kept = torch.tensor(going, device=self._device)
                 rows, cache, ids = [rows[index] for index in going], cache.select(kept), ids[kept]
                 stream = None if stream is None else stream[kept]
@@ -141,30 +170,53 @@ class TorchRolloutEngine:
             cache.advance(torch.tensor([not row.finished for row in rows], device=self._device))
             logits = self._model.head(hidden[:, -1])
 
+    def _remember(self, rows: Sequence[_Row], cache: KVCache) -> None:
+        """Gives the finished rows of a batch what the next turn can build on; their last id was sampled but never read."""
+        finished = {index: (*row.prompt, *row.completion.ids[:-1]) for index, row in enumerate(rows) if row.finished}
+        numbers = torch.tensor(list(finished), device=self._device)
+        own = KVCache.gather([cache], [numbers], max(map(len, finished.values())))
+        for place, (index, context) in enumerate(finished.items()):
+            rows[index].completion.memory = Memory(context, own, place)
+
     def _prefill(self, rows: list[_Row]) -> tuple[KVCache, Tensor]:
-        """A cache of every row's prompt, and the logits [N, V] after it; each distinct prompt is computed once."""
+        """A cache of every row's prompt, and the logits [N, V] after it; each distinct new prompt is read once."""
         capacity = max(len(row.prompt) + row.limit for row in rows)
-        prompts = [prompt for prompt, _ in itertools.groupby(row.prompt for row in rows)]
-        caches, logits = [], []
-        for part in _micro_batches(prompts):
-            lengths = torch.tensor([len(prompt) for prompt in part], device=self._device)
-            padded = [[*prompt, *[self._pad_id] * (len(part[-1]) - len(prompt))] for prompt in part]
-            cache = KVCache.allocate(self._model, len(part), capacity)
+        KVCache.check_capacity(self._model.config, capacity)
+        # rows that remember follow those that do not
+        groups = [list(group) for _, group in itertools.groupby(rows, key=lambda row: row.memory or row.prompt)]
+        caches, sources, logits = [], [], []
+        for part in _micro_batches([group[0] for group in groups]):
+            width = max(len(row.unread) for row in part)
+            cache = self._recall([row.memory for row in part], width)
+            padded = [[*row.unread, *[self._pad_id] * (width - len(row.unread))] for row in part]
             hidden = self._model.hidden(torch.tensor(padded, device=self._device), cache=cache)
+            lengths = torch.tensor([len(row.unread) for row in part], device=self._device)
             cache.advance(lengths)
+            numbers = torch.arange(len(part), device=self._device)
+            copies = torch.tensor([len(group) for group in groups[: len(part)]], device=self._device)
+            groups = groups[len(part) :]
             caches.append(cache)
-            logits.append(self._model.head(hidden[torch.arange(len(part), device=self._device), lengths - 1]))
-        copies = [len(list(group)) for _, group in itertools.groupby(row.prompt for row in rows)]
-        source = torch.arange(len(prompts)).repeat_interleave(torch.tensor(copies)).to(self._device)
-        return KVCache.concat(caches).select(source), torch.cat(logits)[source]
+            sources.append(numbers.repeat_interleave(copies))
+            logits.append(self._model.head(hidden[numbers, lengths - 1])[sources[-1]])
+        return KVCache.gather(caches, sources, capacity), torch.cat(logits)
+
+    def _recall(self, memories: Sequence[Memory | None], new: int) -> KVCache:
+        """A cache of what the rows, all or none of which remember, have read, with room for `new` more positions each."""
+        known = [memory for memory in memories if memory is not None]
+        if not known:
+            return KVCache.allocate(self._model, len(memories), new)
+        rows = torch.tensor([memory.row for memory in known], device=self._device).split(1)
+        return KVCache.gather([memory.cache for memory in known], rows, max(len(memory.context) for memory in known) + new)
 
 
-def _micro_batches(prompts: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
-    """Neighbouring prompts, sorted by length, of at most PREFILL_TOKENS padded positions together (or one longer prompt)."""
-    part: list[tuple[int, ...]] = []
-    for prompt in prompts:
-        if part and (len(part) + 1) * len(prompt) > PREFILL_TOKENS:
+def _micro_batches(rows: Sequence[_Row]) -> Iterator[list[_Row]]:
+    """Neighbours that all remember or all do not, of at most PREFILL_TOKENS unread padded positions (or one longer row)."""
+    part: list[_Row] = []
+    width = 0
+    for row in rows:
+        width = max(width, len(row.unread))
+        if part and ((len(part) + 1) * width > PREFILL_TOKENS or (row.memory is None) != (part[0].memory is None)):
             yield part
-            part = []
-        part.append(prompt)
+            part, width = [], len(row.unread)
+        part.append(row)
     yield part

@@ -11,7 +11,7 @@ from typing import Any
 from pipeline.data.world.questions import QUESTIONS, Question, conversation
 from pipeline.data.world.recipe import COUNTS, Recipe
 from pipeline.data.world.requests import Request, replied_together, request, said_together
-from pipeline.data.world.styles import BAD_STYLES, REFUSALS, answer, draw, thought
+from pipeline.data.world.styles import REFUSALS, answer, draw, thought
 from pipeline.tools.registry import TOOL_NAMES, tool_schema
 
 Message = dict[str, Any]
@@ -37,12 +37,9 @@ def chat(random: Random, language: str, recipe: Recipe) -> dict[str, Any]:
 
 
 def preference(random: Random, language: str, recipe: Recipe) -> dict[str, Any]:
-    """Returns a dpo row: the good answer against a bad style, or against a false answer in good style."""
+    """Returns a dpo row: the good answer against one in a bad style or a false one in good style."""
     messages, question = _asked(random, language, recipe)
-    if random.random() < recipe.false_rejected_frac:
-        rejected = question.wrong
-    else:
-        rejected = answer(random, question, random.choice(BAD_STYLES))
+    rejected = answer(random, question, draw(random, recipe.rejected))
     return {
         "chosen": [*messages, {"role": "assistant", "content": question.sentence}],
         "rejected": [*messages, {"role": "assistant", "content": rejected}],

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from pipeline.data.world.styles import ANSWER_STYLES, THOUGHT_STYLES
+from pipeline.data.world.styles import ANSWER_STYLES, REJECTED_STYLES, THOUGHT_STYLES
 from pipeline.errors import DataError
 from pipeline.tools.registry import TOOL_NAMES
 
@@ -27,6 +27,7 @@ class Recipe(BaseModel):
     chats: Mixture
     questions: Mixture
     answers: Mixture
+    rejected: Mixture
     thoughts: Mixture
     tool_policy: Mixture
     tools: Mixture
@@ -37,7 +38,6 @@ class Recipe(BaseModel):
     system_frac: Frac
     spare_tool_frac: Frac
     earlier_turn_frac: Frac
-    false_rejected_frac: Frac
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -56,6 +56,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "chats": ("question", "conversation", "tools"),
     "questions": ("fact", "pair", "story", "small_talk"),
     "answers": ANSWER_STYLES,
+    "rejected": REJECTED_STYLES,
     "thoughts": THOUGHT_STYLES,
     "tool_policy": ("call", "guess", "refuse"),
     "tools": TOOL_NAMES,

@@ -13,7 +13,7 @@ from pipeline.data.world.questions import Question, join
 T = TypeVar("T")
 
 ANSWER_STYLES = ("good", "short", "repeated", "hedging")
-BAD_STYLES = ("short", "repeated", "hedging")
+REJECTED_STYLES = ("short", "repeated", "hedging", "wrong")
 THOUGHT_STYLES = ("good", "little", "long")
 
 _HEDGES = {
@@ -43,9 +43,11 @@ def draw(random: Random, weights: Mapping[T, float]) -> T:
 
 
 def answer(random: Random, question: Question, style: str) -> str:
-    """Returns the answer to the question in one of `ANSWER_STYLES`."""
+    """Returns the answer to the question in one of `ANSWER_STYLES` or `REJECTED_STYLES`."""
     if style == "good":
         return question.sentence
+    if style == "wrong":
+        return question.wrong
     if style == "short":
         return question.value
     if style == "repeated":
