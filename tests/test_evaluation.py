@@ -190,7 +190,7 @@ class ScriptedEngine:
         self.greedy: list[bool] = []
 
     def generate(
-        self, prompts: Any, *, keys: Any, max_new_tokens: Any, temperature: float, greedy: bool = False
+        self, prompts: Any, *, keys: Any, max_new_tokens: Any, temperature: float, greedy: bool = False, **_: Any
     ) -> list[Completion]:
         assert temperature == 0.7
         self.keys.append(list(keys))

@@ -434,7 +434,7 @@ class ScriptedEngine:
         self.model, self.tokenizer = model, tokenizer
 
     def generate(
-        self, prompts: Any, *, keys: Any, max_new_tokens: Any, temperature: float, greedy: bool = False
+        self, prompts: Any, *, keys: Any, max_new_tokens: Any, temperature: float, greedy: bool = False, **_: Any
     ) -> list[Completion]:
         return [self.complete(list(prompt), key, temperature) for prompt, key in zip(prompts, keys, strict=True)]
 
