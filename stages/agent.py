@@ -12,12 +12,11 @@ from pipeline.curves import write_curve, write_metrics
 from pipeline.lineage.declaration import declaration
 from pipeline.params import load_params
 from pipeline.rewards.scoring import EpisodeScorer
-from pipeline.rollout.torch_engine import TorchRolloutEngine
 from pipeline.stage import stage_run
 from pipeline.text.tokenizer import load_tokenizer
 from pipeline.training.device import open_device
 from pipeline.training.group_loop import GroupTask, total_steps, train_group
-from pipeline.training.policy_setup import open_prompts, open_reward_model, open_rollout
+from pipeline.training.policy_setup import open_engine, open_prompts, open_reward_model, open_rollout
 from pipeline.training.state import TrainState
 from pipeline.training.updater import Updater
 
@@ -42,13 +41,7 @@ def main() -> None:
         state = TrainState({"policy": policy}, {"policy": Updater(policy, settings, total_steps=steps)})
 
         # 3. Train: `policy` is trained in place, so the engine always samples from the current weights
-        engine = TorchRolloutEngine(
-            policy,
-            stop_ids=[tokenizer.eos_id],
-            pad_id=tokenizer.pad_id,
-            max_rows=settings.batch_size * settings.group_size,
-            autocast_dtype=device.autocast_dtype,
-        )
+        engine = open_engine(policy, tokenizer, device, max_rows=settings.batch_size * settings.group_size)
         rollout = open_rollout(engine, tokenizer, settings, max_turns=settings.max_turns, max_total_len=settings.max_total_len)
         task = GroupTask(state, policy, reference, prompts, rollout, score, tokenizer.decode_all, run.announce)
         summary = train_group(task, settings, device, run)

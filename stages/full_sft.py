@@ -9,15 +9,15 @@ from pathlib import Path
 
 from pipeline.checkpoint.files import load_foreign, load_model, model_meta, save_model
 from pipeline.curves import write_curve, write_metrics
-from pipeline.data.batches import SupervisedBatches
+from pipeline.data.batches import chat_batches
 from pipeline.lineage.declaration import declaration
 from pipeline.params import load_params
-from pipeline.rollout.torch_engine import TorchRolloutEngine
 from pipeline.stage import stage_run
 from pipeline.text.tokenizer import load_tokenizer
 from pipeline.training.device import open_device
 from pipeline.training.language_objective import LanguageModelling
 from pipeline.training.panels import chat_prompts, greedy_panel
+from pipeline.training.policy_setup import open_engine
 from pipeline.training.state import TrainState
 from pipeline.training.supervised import SupervisedTask, total_steps, train_supervised
 from pipeline.training.updater import Updater
@@ -32,17 +32,7 @@ def main() -> None:
         # 1. Inputs
         device = open_device(params.runtime)
         tokenizer = load_tokenizer(Path("data/tokenizer"))
-        train, held_out = (
-            SupervisedBatches(
-                ENCODED / f"{split}.arrow",
-                batch_size=settings.batch_size,
-                seed=settings.seed,
-                tokenizer=tokenizer,
-                system_prompt_frac=settings.system_prompt_frac,
-                drop_empty_think_frac=settings.drop_empty_think_frac,
-            )
-            for split in ("train", "held_out")
-        )
+        train, held_out = (chat_batches(ENCODED / f"{split}.arrow", settings, tokenizer) for split in ("train", "held_out"))
 
         # 2. State: pretrain's weights, or foreign ones of pretrain's shape
         model = load_model(Path("checkpoints/pretrain.pth"), tokenizer_digest=tokenizer.digest)
@@ -53,7 +43,7 @@ def main() -> None:
         state = TrainState({"model": model}, {"model": Updater(model, settings, total_steps=steps)})
 
         # 3. Train
-        engine = TorchRolloutEngine(model, stop_ids=[tokenizer.eos_id], pad_id=tokenizer.pad_id, max_rows=16)
+        engine = open_engine(model, tokenizer, device, max_rows=16)
         prompts, window = chat_prompts(PREPARED, tokenizer), model.config.max_position_embeddings
         panel = greedy_panel(engine, tokenizer.decode_all, prompts, max_new_tokens=96, window=window)
         task = SupervisedTask(state, LanguageModelling(model, device), train, held_out, "train", panel)

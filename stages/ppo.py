@@ -13,11 +13,10 @@ from pipeline.lineage.declaration import declaration
 from pipeline.model.heads import ValueModel
 from pipeline.params import load_params
 from pipeline.rewards.scoring import CompletionScorer
-from pipeline.rollout.torch_engine import TorchRolloutEngine
 from pipeline.stage import stage_run
 from pipeline.text.tokenizer import load_tokenizer
 from pipeline.training.device import open_device
-from pipeline.training.policy_setup import open_prompts, open_reward_model, open_rollout
+from pipeline.training.policy_setup import open_engine, open_prompts, open_reward_model, open_rollout
 from pipeline.training.ppo_loop import PpoTask, total_steps, train_ppo
 from pipeline.training.state import TrainState
 from pipeline.training.updater import Updater
@@ -48,13 +47,7 @@ def main() -> None:
         state = TrainState({"policy": policy, "critic": critic}, updaters)
 
         # 3. Train: `policy` is trained in place, so the engine always samples from the current weights
-        engine = TorchRolloutEngine(
-            policy,
-            stop_ids=[tokenizer.eos_id],
-            pad_id=tokenizer.pad_id,
-            max_rows=settings.batch_size,
-            autocast_dtype=device.autocast_dtype,
-        )
+        engine = open_engine(policy, tokenizer, device, max_rows=settings.batch_size)
         max_total_len = settings.max_prompt_len + settings.max_new_tokens
         rollout = open_rollout(engine, tokenizer, settings, max_turns=1, max_total_len=max_total_len)
         task = PpoTask(state, policy, critic, reference, prompts, rollout, score, tokenizer.decode_all)

@@ -14,12 +14,12 @@ from pipeline.lineage.declaration import declaration
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import CausalLM
 from pipeline.params import load_params
-from pipeline.rollout.torch_engine import TorchRolloutEngine
 from pipeline.stage import stage_run
 from pipeline.text.tokenizer import load_tokenizer
 from pipeline.training.device import open_device
 from pipeline.training.language_objective import LanguageModelling
 from pipeline.training.panels import document_prompts, greedy_panel
+from pipeline.training.policy_setup import open_engine
 from pipeline.training.state import TrainState
 from pipeline.training.supervised import SupervisedTask, total_steps, train_supervised
 from pipeline.training.updater import Updater
@@ -50,7 +50,7 @@ def main() -> None:
         state = TrainState({"model": model}, {"model": Updater(model, settings, total_steps=steps)})
 
         # 3. Train
-        engine = TorchRolloutEngine(model, stop_ids=[tokenizer.pad_id, tokenizer.eos_id], pad_id=tokenizer.pad_id, max_rows=16)
+        engine = open_engine(model, tokenizer, device, max_rows=16)
         prompts, window = document_prompts(held_out), config.max_position_embeddings
         panel = greedy_panel(engine, tokenizer.decode_all, prompts, max_new_tokens=48, window=window)
         task = SupervisedTask(state, LanguageModelling(model, device), train, held_out, "train", panel)

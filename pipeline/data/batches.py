@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pipeline.data.draws import permutation, uniforms
 from pipeline.errors import DataError
+from pipeline.params.schema import Chat
 from pipeline.text.chat import ChatEncoder
 from pipeline.text.system_prompts import SYSTEM_PROMPTS
 from pipeline.text.tokenizer import Tokenizer
@@ -150,6 +151,18 @@ class SupervisedBatches:
     def _make(self, rows: Ints, sequences: Sequence[tuple[Ints, Ints]]) -> Batch:
         input_ids, labels, num_trained = _shift_and_pad(sequences, self._pad_id)
         return Batch(input_ids, labels, num_trained, rows.tolist(), self._num_bytes[rows].tolist())
+
+
+def chat_batches(path: Path, settings: Chat, tokenizer: Tokenizer) -> SupervisedBatches:
+    """Batches of an encoded chat set with the augmentation of its stage's settings."""
+    return SupervisedBatches(
+        path,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+        tokenizer=tokenizer,
+        system_prompt_frac=settings.system_prompt_frac,
+        drop_empty_think_frac=settings.drop_empty_think_frac,
+    )
 
 
 class PairBatches:

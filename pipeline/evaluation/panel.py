@@ -17,10 +17,10 @@ from pipeline.params.schema import Eval
 from pipeline.rewards.scoring import CompletionScorer, solved
 from pipeline.rollout.episodes import run_episodes
 from pipeline.rollout.records import RolloutEngine, StopReason, Trajectory
-from pipeline.rollout.torch_engine import TorchRolloutEngine
 from pipeline.text.chat import ChatEncoder
 from pipeline.text.tokenizer import Tokenizer
 from pipeline.training.device import Device
+from pipeline.training.policy_setup import open_engine
 from pipeline.training.reward_objective import RewardModelling
 from pipeline.training.updater import seed_for
 
@@ -95,13 +95,7 @@ class Examiner:
     def measure(self, model: CausalLM) -> RowValues:
         """Every generative metric of one language model."""
         model.eval()
-        engine = TorchRolloutEngine(
-            model,
-            stop_ids=[self.tokenizer.eos_id],
-            pad_id=self.tokenizer.pad_id,
-            max_rows=self.params.batch_size,
-            autocast_dtype=self.device.autocast_dtype,
-        )
+        engine = open_engine(model, self.tokenizer, self.device, max_rows=self.params.batch_size)
         with torch.inference_mode():
             values = self.text_values(model) | {"preference_accuracy": self.preference_values(model)}
         return values | self.question_values(engine) | self.reward_values(engine) | self.tool_values(engine)

@@ -6,6 +6,7 @@ from pathlib import Path
 from pipeline.checkpoint.files import load_meta
 from pipeline.checkpoint.reward import load_reward_model
 from pipeline.data.prompts import PromptSet, PromptTask
+from pipeline.model.transformer import CausalLM
 from pipeline.params.schema import Sampling
 from pipeline.rewards.model import ExternalRewardModel, RewardScorer, TrainedRewardModel
 from pipeline.rollout.episodes import run_episodes
@@ -37,6 +38,17 @@ def open_prompts(
     if prompts.dropped:
         announce(f"{len(prompts.dropped)} over-long prompts dropped: " + "; ".join(prompts.dropped[:3]))
     return prompts
+
+
+def open_engine(model: CausalLM, tokenizer: Tokenizer, device: Device, *, max_rows: int) -> TorchRolloutEngine:
+    """Samples from `model` as it is at each call, so also from one that is being trained."""
+    return TorchRolloutEngine(
+        model,
+        stop_ids=[tokenizer.eos_id],
+        pad_id=tokenizer.pad_id,
+        max_rows=max_rows,
+        autocast_dtype=device.autocast_dtype,
+    )
 
 
 def open_rollout(
