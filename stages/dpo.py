@@ -12,7 +12,6 @@ from pipeline.curves import write_curve, write_metrics
 from pipeline.data.batches import PairBatches
 from pipeline.lineage.declaration import declaration
 from pipeline.params import load_params
-from pipeline.rollout.torch_engine import TorchRolloutEngine
 from pipeline.stage import stage_run
 from pipeline.text.tokenizer import load_tokenizer
 from pipeline.training.device import open_device
@@ -50,9 +49,7 @@ def main() -> None:
         state = TrainState({"model": model}, {"model": Updater(model, settings, total_steps=steps)})
 
         # 3. Train
-        engine = TorchRolloutEngine(model, stop_ids=[tokenizer.eos_id], pad_id=tokenizer.pad_id, max_rows=16)
-        prompts, window = pair_prompts(held_out), model.config.max_position_embeddings
-        panel = greedy_panel(engine, tokenizer.decode_all, prompts, max_new_tokens=96, window=window)
+        panel = greedy_panel(model, tokenizer, device, pair_prompts(held_out), max_new_tokens=96)
         objective = DirectPreference(model, reference, device, beta=settings.beta)
         summary = train_supervised(SupervisedTask(state, objective, train, held_out, "dpo", panel), settings, device, run)
 

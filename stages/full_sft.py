@@ -17,7 +17,6 @@ from pipeline.text.tokenizer import load_tokenizer
 from pipeline.training.device import open_device
 from pipeline.training.language_objective import LanguageModelling
 from pipeline.training.panels import chat_prompts, greedy_panel
-from pipeline.training.policy_setup import open_engine
 from pipeline.training.state import TrainState
 from pipeline.training.supervised import SupervisedTask, total_steps, train_supervised
 from pipeline.training.updater import Updater
@@ -43,9 +42,7 @@ def main() -> None:
         state = TrainState({"model": model}, {"model": Updater(model, settings, total_steps=steps)})
 
         # 3. Train
-        engine = open_engine(model, tokenizer, device, max_rows=16)
-        prompts, window = chat_prompts(PREPARED, tokenizer), model.config.max_position_embeddings
-        panel = greedy_panel(engine, tokenizer.decode_all, prompts, max_new_tokens=96, window=window)
+        panel = greedy_panel(model, tokenizer, device, chat_prompts(PREPARED, tokenizer), max_new_tokens=96)
         task = SupervisedTask(state, LanguageModelling(model, device), train, held_out, "train", panel)
         summary = train_supervised(task, settings, device, run)
 

@@ -19,7 +19,6 @@ from pipeline.text.tokenizer import load_tokenizer
 from pipeline.training.device import open_device
 from pipeline.training.language_objective import LanguageModelling
 from pipeline.training.panels import document_prompts, greedy_panel
-from pipeline.training.policy_setup import open_engine
 from pipeline.training.state import TrainState
 from pipeline.training.supervised import SupervisedTask, total_steps, train_supervised
 from pipeline.training.updater import Updater
@@ -50,9 +49,7 @@ def main() -> None:
         state = TrainState({"model": model}, {"model": Updater(model, settings, total_steps=steps)})
 
         # 3. Train
-        engine = open_engine(model, tokenizer, device, max_rows=16)
-        prompts, window = document_prompts(held_out), config.max_position_embeddings
-        panel = greedy_panel(engine, tokenizer.decode_all, prompts, max_new_tokens=48, window=window)
+        panel = greedy_panel(model, tokenizer, device, document_prompts(held_out), max_new_tokens=48)
         task = SupervisedTask(state, LanguageModelling(model, device), train, held_out, "train", panel)
         summary = train_supervised(task, settings, device, run)
 

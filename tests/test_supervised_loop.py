@@ -1,7 +1,9 @@
 """The supervised loop over tiny real sets and models: gradients of whole windows, validation, resume, and every objective."""
 
+import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,6 @@ from pipeline.model.lora import add_lora, lora_state_dict
 from pipeline.model.transformer import CausalLM
 from pipeline.params.schema import Supervised
 from pipeline.rewards.model import TrainedRewardModel
-from pipeline.rollout.torch_engine import TorchRolloutEngine
 from pipeline.text.chat import ChatEncoder
 from pipeline.text.tokenizer import Tokenizer
 from pipeline.training.language_objective import LanguageModelling
@@ -380,7 +381,6 @@ def test_document_openings_hold_no_padding(tmp_path: Path, tokenizer: Tokenizer)
 
 
 def test_panels_show_prompts_that_fit(sets: Path, tokenizer: Tokenizer) -> None:
-
     before_answers = pair_prompts(open_pairs(sets, tokenizer, "held_out", batch_size=1))
     asked = chat_prompts(sets / "prepared" / "full_sft", tokenizer)
     assert len(before_answers) == 4 and len(asked) == 3
@@ -388,13 +388,13 @@ def test_panels_show_prompts_that_fit(sets: Path, tokenizer: Tokenizer) -> None:
     assert all(tokenizer.decode_all(prompt).endswith("assistant\n<think>\n\n</think>\n\n") for prompt in asked)
 
     model = make_model(tokenizer, sharpness=4.0)
-    engine = TorchRolloutEngine(model, stop_ids=[tokenizer.eos_id], pad_id=0, max_rows=4)
     lengths = sorted(map(len, asked))
-    window = lengths[1] + 5  # no room for the longest
-    rows = greedy_panel(engine, tokenizer.decode_all, asked, max_new_tokens=5, window=window)()
+    narrow = copy.deepcopy(model)
+    narrow.config = replace(model.config, max_position_embeddings=lengths[1] + 5)  # no room for the longest
+    rows = greedy_panel(narrow, tokenizer, CPU, asked, max_new_tokens=5)()
     assert len(rows) == sum(length <= lengths[1] for length in lengths) < 3
     assert all(row["prompt"] in [tokenizer.decode_all(prompt) for prompt in asked] for row in rows)
-    assert rows == greedy_panel(engine, tokenizer.decode_all, asked, max_new_tokens=5, window=window)()
+    assert rows == greedy_panel(narrow, tokenizer, CPU, asked, max_new_tokens=5)()
 
     objective = RewardModelling(RewardModel.from_causal_lm(model, seed=1).eval(), CPU)
     batch = next(open_pairs(sets, tokenizer, "held_out").in_order())

@@ -22,6 +22,7 @@ EXECUTION_ONLY = (
     "pipeline.stage",
     "pipeline.supervise",
     "pipeline.tracking",
+    "pipeline.training.panels",
 )
 """Modules (with everything below them) that cannot change an out: neither hashed nor followed."""
 

@@ -7,32 +7,35 @@ from typing import Any
 
 from pipeline.data.batches import PairBatches, SupervisedBatches
 from pipeline.data.prepared import iter_prepared
-from pipeline.rollout.records import RolloutEngine
+from pipeline.model.transformer import CausalLM
 from pipeline.text.chat import ChatEncoder
 from pipeline.text.tokenizer import Tokenizer
+from pipeline.training.device import Device
+from pipeline.training.policy_setup import open_engine
 
 PANEL_ROWS = 8
 DOCUMENT_PROMPT_LEN = 16
 
 Rows = list[dict[str, Any]]
-Decode = Callable[[Sequence[int]], str]
 
 
 def greedy_panel(
-    engine: RolloutEngine, decode: Decode, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, window: int
+    model: CausalLM, tokenizer: Tokenizer, device: Device, prompts: Sequence[Sequence[int]], *, max_new_tokens: int
 ) -> Callable[[], Rows]:
-    """A callable that answers `prompts` with the engine's current weights: rows of prompt, completion, stop reason.
+    """A callable that answers `prompts` with the model's current weights: rows of prompt, completion, stop reason.
 
-    Prompts that leave no room for `max_new_tokens` in the model's `window` are left out.
+    Prompts that leave no room for `max_new_tokens` in the model's window are left out.
     """
+    window = model.config.max_position_embeddings
     prompts = [prompt for prompt in prompts if len(prompt) + max_new_tokens <= window]
+    engine = open_engine(model, tokenizer, device, max_rows=PANEL_ROWS)
 
     def rows() -> Rows:
         completions = engine.generate(
             prompts, keys=range(len(prompts)), max_new_tokens=max_new_tokens, temperature=1.0, greedy=True
         )
         return [
-            {"prompt": decode(prompt), "completion": decode(done.ids), "stop": done.stop.value}
+            {"prompt": tokenizer.decode_all(prompt), "completion": tokenizer.decode_all(done.ids), "stop": done.stop.value}
             for prompt, done in zip(prompts, completions, strict=True)
         ]
 
