@@ -19,8 +19,11 @@ def main() -> None:
     params = load_params()
     declared = declaration("eval", params)
     with stage_run("eval", params=declared.params, inputs=declared.deps, runtime=params.runtime) as run:
-        measured = measure_all(params, declared.deps, Path(".runs/eval/cache"), announce=run.announce)
-        estimates = write_report(measured, params.eval, metrics=Path("metrics/eval.json"), folder=Path("reports"))
+        measured = measure_all(params, declared.deps, declared.params, Path(".runs/eval/cache"), announce=run.announce)
+        for model, examined in measured.items():
+            run.log_samples(0, [{"model": model, **row} for row in examined.samples])
+        values = {model: examined.values for model, examined in measured.items()}
+        estimates = write_report(values, params.eval, metrics=Path("metrics/eval.json"), folder=Path("reports"))
         run.log(0, {f"{model}/{name}": e.value for model, metrics in estimates.items() for name, e in metrics.items()})
 
 

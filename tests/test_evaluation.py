@@ -18,8 +18,8 @@ from pipeline.data.batches import PairBatches, SupervisedBatches
 from pipeline.data.prompts import PromptTask
 from pipeline.evaluation import examiner as examiner_module
 from pipeline.evaluation import report as report_module
-from pipeline.evaluation.examiner import MODELS, measure_all, open_panel
-from pipeline.evaluation.panel import Examiner, Panel, Question, RowValues, calls_valid, normalised, questions_of
+from pipeline.evaluation.examiner import MODELS, measure_all, open_held_out, open_panel
+from pipeline.evaluation.panel import Examination, Examiner, Panel, Question, RowValues, calls_valid, normalised, questions_of
 from pipeline.evaluation.report import CURVES, draw_curves, markdown, metrics_tree, write_report
 from pipeline.evaluation.results import METRICS, PARENTS, cached, estimates_of, verdicts_of
 from pipeline.evaluation.statistics import Estimate, mean, proportion, ratio, verdict
@@ -226,12 +226,12 @@ def test_questions_count_equal_replies_and_ends(tokenizer: Tokenizer) -> None:
     questions = [Question([1, 5], reference) for reference in ("Red.", "blue", "green", "dog")]
     sampled, greedy = ["red", "blue...", "gr een", "Dog!"], ["x", "blue", "green", "dog"]
     engine = ScriptedEngine(tokenizer, [sampled, greedy])
-    values = make_examiner(tokenizer, empty_panel(questions=questions)).question_values(engine)
+    values = make_examiner(tokenizer, empty_panel(questions=questions)).questions(engine).values
     assert values == {"qa_exact": [1, 1, 0, 1], "stops_frac": [1, 0, 1, 1], "qa_exact_greedy": [0, 1, 1, 1]}
     assert engine.greedy == [False, True]
     assert len(set(engine.keys[0])) == 4  # a seed per row, the same for every model
     again = ScriptedEngine(tokenizer, [sampled, greedy])
-    make_examiner(tokenizer, empty_panel(questions=questions)).question_values(again)
+    make_examiner(tokenizer, empty_panel(questions=questions)).questions(again)
     assert again.keys == engine.keys
 
 
@@ -239,7 +239,7 @@ def test_rewards_come_with_their_terms(tokenizer: Tokenizer) -> None:
     tasks = [make_task(tokenizer, "a", []), make_task(tokenizer, "b", [], open_thinking=True)]
     engine = ScriptedEngine(tokenizer, [["a good answer", "good thoughts</think>..."]])
     # </think> as text is no control token here; parse_turn reads text, so it closes the block all the same
-    values = make_examiner(tokenizer, empty_panel(prompts=tasks)).reward_values(engine)
+    values = make_examiner(tokenizer, empty_panel(prompts=tasks)).rewards(engine).values
     assert values["reward_term_length"] == [0.5, -0.25] and values["reward_term_unfinished"] == [0, -0.75]
     assert values["reward_term_model"] == [0.25, 0.25] and values["reward_term_thinking"] == [0, -0.625]
     assert values["reward_mean"] == pytest.approx([0.75, -1.375])
@@ -253,7 +253,7 @@ def test_tools_count_final_answers_and_valid_calls(tokenizer: Tokenizer) -> None
     first = [call("6*7") + call("2+3"), call("6*7") + call("2+3"), "42 and 5", call("6*"), call("6*7") + "<call>no json</call>"]
     second = ["42 and 5", "42 only", "42 and 5", "42 and 5..."]  # the third task is done already
     engine = ScriptedEngine(tokenizer, [first, second, ["5, 42"] * 5])
-    values = make_examiner(tokenizer, empty_panel(tasks=tasks)).tool_values(engine)
+    values = make_examiner(tokenizer, empty_panel(tasks=tasks)).tools(engine).values
     assert values["tool_success"] == [1, 0, 1, 1, 0]  # one item missing; cut before its end
     assert values["tool_valid_frac"] == [1, 1, 0, 0, 0]  # no call at all; a failed one; a malformed one
     assert values["tool_success_greedy"] == [1] * 5
@@ -331,7 +331,7 @@ def measured_names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     original = examiner_module.measure_one
 
-    def spy(name: str, *args: Any) -> RowValues:
+    def spy(name: str, *args: Any) -> Examination:
         names.append(name)
         return original(name, *args)
 
@@ -346,10 +346,11 @@ def test_only_changed_models_are_measured(
     monkeypatch.chdir(tmp_path)
     said: list[str] = []
 
-    def measure(changed: Params = params) -> tuple[dict[str, RowValues], list[str]]:
+    def measure(changed: Params = params) -> tuple[dict[str, Examination], list[str]]:
         measured_names.clear()
-        values = measure_all(changed, DEPS, tmp_path / "cache", announce=said.append)
-        return values, list(measured_names)
+        declared = {"eval": changed.eval.model_dump(), "rewards": {"length": changed.rewards.length.model_dump()}}
+        examined = measure_all(changed, DEPS, declared, tmp_path / "cache", announce=said.append)
+        return examined, list(measured_names)
 
     first, names = measure()
     assert names == list(MODELS) == list(first) and [line.partition(":")[0] for line in said] == names
@@ -357,15 +358,20 @@ def test_only_changed_models_are_measured(
     assert len(said) == len(MODELS)  # nothing is announced that does not happen
     everything = {"bits", "bytes", "preference_accuracy", "qa_exact", "qa_exact_greedy", "stops_frac", "reward_mean"}
     everything |= {"tool_success", "tool_success_greedy", "tool_valid_frac"}
-    for name, values in first.items():
+    for name, examined in first.items():
         wanted = {"preference_accuracy"} if name == "reward" else everything
-        assert {key for key in values if not key.startswith("reward_term_")} == wanted
-    assert first["lora"]["bits"] != first["full_sft"]["bits"] != first["pretrain"]["bits"]
+        assert {key for key in examined.values if not key.startswith("reward_term_")} == wanted
+        assert {sample["task"] for sample in examined.samples} == (
+            set() if name == "reward" else {"question", "prompt", "tool task"}
+        )
+    assert first["lora"].values["bits"] != first["full_sft"].values["bits"] != first["pretrain"].values["bits"]
 
     save_policy(tmp_path, "grpo", tokenizer, seed=50)
     second, names = measure()
     assert names == ["grpo"] and second["grpo"] != first["grpo"]
-    assert {name: values for name, values in second.items() if name != "grpo"} == {k: v for k, v in first.items() if k != "grpo"}
+    assert {name: examined for name, examined in second.items() if name != "grpo"} == {
+        k: v for k, v in first.items() if k != "grpo"
+    }
     save_policy(tmp_path, "full_sft", tokenizer, seed=51)
     assert measure()[1] == ["full_sft", "lora"]  # adapters stand on it
     save_policy(tmp_path, "reward", tokenizer, seed=52)
@@ -374,25 +380,34 @@ def test_only_changed_models_are_measured(
     assert measure()[1] == list(MODELS)
     other = params.model_copy(update={"eval": make_eval(panel_rows=2, max_new_tokens=6, seed=4)})
     assert measure(other)[1] == list(MODELS) and measure(params)[1] == []
+    wider = params.model_copy(update={"eval": params.eval.model_copy(update={"confidence": 0.5})})
+    assert measure(wider)[1] == []  # intervals are computed from the rows
 
 
 def test_the_panel_holds_what_fits_and_can_be_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = make_repository(tmp_path)
     monkeypatch.chdir(tmp_path)
     config = make_model(tokenizer, max_position_embeddings=1024).config
-    panel = open_panel(make_eval(panel_rows=3), tokenizer, config)
+    said: list[str] = []
+    panel = open_panel(make_eval(panel_rows=3), tokenizer, config, said.append)
     assert (len(panel.questions), len(panel.prompts)) == (3, 3) and panel.size() == 6 + len(panel.tasks)
     assert 0 < len(panel.tasks) <= 3 and all(task.gt for task in panel.tasks)  # a task without answers is always solved
-    whole = open_panel(make_eval(panel_rows=99), tokenizer, config)
+    whole = open_panel(make_eval(panel_rows=99), tokenizer, config, said.append)
     assert [task.prompt_ids for task in panel.prompts] == [task.prompt_ids for task in whole.prompts[:3]]
     assert {task.open_thinking for task in whole.prompts} == {False, True}
     assert {task.open_thinking for task in whole.tasks} == {False}
 
     lengths = sorted(len(question.prompt_ids) for question in whole.questions)
     assert len(lengths) == 8 and 700 < lengths[-1] < 1000
-    exact = open_panel(make_eval(panel_rows=99, max_new_tokens=1024 - lengths[-1]), tokenizer, config).questions
-    tight = open_panel(make_eval(panel_rows=99, max_new_tokens=1025 - lengths[-1]), tokenizer, config).questions
+    exact = open_panel(make_eval(panel_rows=99, max_new_tokens=1024 - lengths[-1]), tokenizer, config, said.append).questions
+    tight = open_panel(make_eval(panel_rows=99, max_new_tokens=1025 - lengths[-1]), tokenizer, config, said.append).questions
     assert len(exact) == 8 > len(tight) > 0
+
+    assert said == []
+    longest = max(len(task.prompt_ids) for task in whole.prompts)
+    kept = open_held_out("rlaif", make_eval(), tokenizer, longest - 1, 0.5, said.append)
+    assert len(kept) < len(whole.prompts) and len(said) == 1
+    assert "held-out rows of rlaif do not fit" in said[0] and ".jsonl:" in said[0]
 
 
 def test_logprob_metrics_are_those_of_single_rows(tmp_path: Path) -> None:
@@ -424,7 +439,7 @@ def test_logprob_metrics_are_those_of_single_rows(tmp_path: Path) -> None:
             wins += [float(totals[pair] > totals[pair + batch.num_pairs]) for pair in range(batch.num_pairs)]
         assert examiner.preference_values(model) == wins and 0 < sum(wins) < len(wins)
         reward = RewardModel.from_causal_lm(model, seed=1)
-        scores = examiner.score_values(RewardModelling(reward, CPU))["preference_accuracy"]
+        scores = examiner.score_values(RewardModelling(reward, CPU)).values["preference_accuracy"]
     assert len(scores) == len(wins) and set(scores) <= {0.0, 1.0}
 
 
@@ -432,7 +447,7 @@ def test_episodes_end_at_the_window_instead_of_failing(tmp_path: Path, monkeypat
     """Three turns of 12 tokens and their tool results do not fit behind a prompt that nearly fills the window."""
     tokenizer = make_repository(tmp_path)
     monkeypatch.chdir(tmp_path)
-    panel = open_panel(make_eval(), tokenizer, make_model(tokenizer, max_position_embeddings=1024).config)
+    panel = open_panel(make_eval(), tokenizer, make_model(tokenizer, max_position_embeddings=1024).config, print)
     window = max(len(task.prompt_ids) for task in panel.tasks) + 50
     call = '<call>{"name": "calculate_math", "arguments": {"expression": "1"}}</call>'
     examiner = make_examiner(tokenizer, panel, max_new_tokens=100)
@@ -448,22 +463,23 @@ def test_episodes_end_at_the_window_instead_of_failing(tmp_path: Path, monkeypat
 def test_a_measurement_is_kept_until_something_changes(tmp_path: Path) -> None:
     calls: list[str] = []
 
-    def measure(name: str) -> RowValues:
+    def measure(name: str) -> Examination:
         calls.append(name)
-        return {"qa_exact": [1.0, float(len(calls))]}
+        return Examination({"qa_exact": [1.0, float(len(calls))]}, [{"prompt": "p", "score": 1.0}])
 
     folder = tmp_path / "a" / "cache"
+    expected = Examination({"qa_exact": [1.0, 1.0]}, [{"prompt": "p", "score": 1.0}])
     first = cached(folder, "digest 1", lambda: measure("one"))
-    assert cached(folder, "digest 1", lambda: measure("again")) == first == {"qa_exact": [1.0, 1.0]}
-    assert cached(folder, "digest 2", lambda: measure("two")) == {"qa_exact": [1.0, 2.0]}
+    assert cached(folder, "digest 1", lambda: measure("again")) == first == expected
+    assert cached(folder, "digest 2", lambda: measure("two")).values == {"qa_exact": [1.0, 2.0]}
     assert calls == ["one", "two"] and len(list(folder.iterdir())) == 2
-    for torn in ("", '{"qa_exact": [1.0', "\udcff"):
+    for torn in ("", '{"values": {"qa_exact": [1.0', '{"qa_exact": [1.0]}', "\udcff"):
         for path in folder.iterdir():
             path.write_bytes(torn.encode("utf-8", errors="surrogateescape"))
         calls.clear()
         cached(folder, "digest 1", lambda: measure("after damage"))
         assert calls == ["after damage"]
-        assert cached(folder, "digest 1", lambda: measure("again")) == {"qa_exact": [1.0, 1.0]}
+        assert cached(folder, "digest 1", lambda: measure("again")) == expected
 
 
 ESTIMATES = {

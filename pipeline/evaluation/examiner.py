@@ -1,7 +1,7 @@
 """Opens the panel and every checkpoint of the lineage, and measures each model that is not in the cache."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -14,7 +14,7 @@ from pipeline.data.batches import PairBatches, SupervisedBatches
 from pipeline.data.prepared import iter_prepared
 from pipeline.data.prompts import PromptSet, PromptTask
 from pipeline.digests import digests
-from pipeline.evaluation.panel import Examiner, Panel, RowValues, questions_of
+from pipeline.evaluation.panel import Examination, Examiner, Panel, questions_of
 from pipeline.evaluation.results import cached
 from pipeline.model.config import ModelConfig
 from pipeline.model.lora import merge_lora
@@ -32,13 +32,16 @@ MODELS = ("pretrain", "full_sft", "lora", "dpo", "reward", "ppo", "grpo", "agent
 TEXT_BATCH, PAIR_BATCH = 32, 32
 
 
-def measure_all(params: Params, deps: Sequence[str], cache: Path, *, announce: Callable[[str], None]) -> dict[str, RowValues]:
-    """Row values by model, measured or from the cache.
+def measure_all(
+    params: Params, deps: Sequence[str], declared: Mapping[str, Any], cache: Path, *, announce: Callable[[str], None]
+) -> dict[str, Examination]:
+    """What every model does on the panel, measured or from the cache.
 
     Args:
-        deps: what stage eval declares; all of it but the other models' checkpoints identifies a measurement.
+        deps: what stage eval reads; all of it but the other models' checkpoints identifies a measurement.
+        declared: the params that decide its result, as a tree; `eval.confidence` decides no row's value.
         cache: scratch folder.
-        announce: told about each model before it is measured.
+        announce: told about each model before it is measured, and about rows that do not fit.
     """
     device = open_device(params.runtime)
     tokenizer = load_tokenizer(DATA / "tokenizer")
@@ -47,12 +50,12 @@ def measure_all(params: Params, deps: Sequence[str], cache: Path, *, announce: C
         name: known[name] for name in ("checkpoints/reward.pth", "checkpoints/reward.json")
     }
     code = (DATA / "code" / "eval.json").read_text(encoding="utf-8")
-    settings = params.eval.model_dump_json() + params.rewards.model_dump_json()
+    settings = {**declared, "eval": {k: v for k, v in declared["eval"].items() if k != "confidence"}}
     config = load_model(CHECKPOINTS / "full_sft.pth").config
     score = CompletionScorer(
         params.rewards, open_reward_model(CHECKPOINTS / "reward.pth", params.reward.external, tokenizer, device)
     )
-    panel = open_panel(params.eval, tokenizer, config)
+    panel = open_panel(params.eval, tokenizer, config, announce)
     examiner = Examiner(panel, params.eval, tokenizer, ChatEncoder(tokenizer), score, device, config.max_position_embeddings)
     measured = {}
     for name in MODELS:
@@ -63,8 +66,8 @@ def measure_all(params: Params, deps: Sequence[str], cache: Path, *, announce: C
     return measured
 
 
-def measure_one(name: str, examiner: Examiner, announce: Callable[[str], None]) -> RowValues:
-    """Row values of one checkpoint; the reward model has only preference accuracy."""
+def measure_one(name: str, examiner: Examiner, announce: Callable[[str], None]) -> Examination:
+    """One checkpoint on the panel; the reward model has only preference accuracy."""
     announce(f"{name}: {examiner.panel.size()} held-out prompts")
     device, digest = examiner.device, examiner.tokenizer.digest
     if name == "reward":
@@ -82,16 +85,18 @@ def open_policy(name: str, tokenizer_digest: str) -> CausalLM:
     return load_model(CHECKPOINTS / f"{name}.pth", tokenizer_digest=tokenizer_digest)
 
 
-def open_panel(params: Eval, tokenizer: Tokenizer, config: ModelConfig) -> Panel:
-    """The first `panel_rows` held-out rows of each task that fit the models' context."""
+def open_panel(params: Eval, tokenizer: Tokenizer, config: ModelConfig, announce: Callable[[str], None]) -> Panel:
+    """Up to `panel_rows` held-out rows of each task, of those that fit the models' context."""
     encoder = ChatEncoder(tokenizer)
     room = config.max_position_embeddings - params.max_new_tokens
+    prompts = open_held_out("rlaif", params, tokenizer, room, params.thinking_ratio, announce)
+    tasks = open_held_out("agent", params, tokenizer, room, 0.0, announce)
     return Panel(
         SupervisedBatches(DATA / "encoded/pretrain/held_out.arrow", batch_size=TEXT_BATCH, seed=params.seed, tokenizer=tokenizer),
         PairBatches(DATA / "encoded/dpo/held_out.arrow", batch_size=PAIR_BATCH, seed=params.seed, tokenizer=tokenizer),
         questions_of(chosen_chats(DATA / "prepared/dpo"), encoder, limit=params.panel_rows, max_prompt_len=room),
-        list(islice(held_out_tasks("rlaif", params, tokenizer, room, params.thinking_ratio), params.panel_rows)),
-        list(islice((t for t in held_out_tasks("agent", params, tokenizer, room, 0.0) if t.gt), params.panel_rows)),
+        list(islice(all_tasks(prompts), params.panel_rows)),
+        list(islice((task for task in all_tasks(tasks) if task.gt), params.panel_rows)),
     )
 
 
@@ -101,7 +106,9 @@ def chosen_chats(prepared: Path) -> Iterator[dict[str, Any]]:
         yield {"conversations": row["chosen"], "tools": row["tools"]}
 
 
-def held_out_tasks(name: str, params: Eval, tokenizer: Tokenizer, room: int, thinking_ratio: float) -> Iterator[PromptTask]:
+def open_held_out(
+    name: str, params: Eval, tokenizer: Tokenizer, room: int, thinking_ratio: float, announce: Callable[[str], None]
+) -> PromptSet:
     """Held-out prompts of a set; the seed decides their order and which of them ask for thinking."""
     prompts = PromptSet(
         DATA / "prepared" / name,
@@ -113,4 +120,11 @@ def held_out_tasks(name: str, params: Eval, tokenizer: Tokenizer, room: int, thi
         max_dropped_frac=1.0,
         thinking_ratio=thinking_ratio,
     )
+    if prompts.dropped:
+        announce(f"{len(prompts.dropped)} held-out rows of {name} do not fit: " + "; ".join(prompts.dropped[:3]))
+    return prompts
+
+
+def all_tasks(prompts: PromptSet) -> Iterator[PromptTask]:
+    """Every prompt of epoch 0."""
     return (task for index in range(prompts.batches_per_epoch) for task in prompts.batch(0, index))

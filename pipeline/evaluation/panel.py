@@ -3,7 +3,7 @@
 import math
 import unicodedata
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -26,6 +26,25 @@ from pipeline.training.updater import seed_for
 
 RowValues = dict[str, list[float]]
 """Per-row values by metric; `bits` and `bytes` belong together (their ratio is bits_per_byte)."""
+
+
+SAMPLES_PER_TASK = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """What a model did on the panel.
+
+    Attributes:
+        values: row by row, by metric.
+        samples: its sampled replies to the first few rows of every task, as table rows.
+    """
+
+    values: RowValues
+    samples: list[dict[str, Any]] = field(default_factory=list)
+
+    def __or__(self, other: "Examination") -> "Examination":
+        return Examination(self.values | other.values, self.samples + other.samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +111,13 @@ class Examiner:
     device: Device
     window: int
 
-    def measure(self, model: CausalLM) -> RowValues:
+    def measure(self, model: CausalLM) -> Examination:
         """Every generative metric of one language model."""
         model.eval()
         engine = open_engine(model, self.tokenizer, self.device, max_rows=self.params.batch_size)
         with torch.inference_mode():
             values = self.text_values(model) | {"preference_accuracy": self.preference_values(model)}
-        return values | self.question_values(engine) | self.reward_values(engine) | self.tool_values(engine)
+        return Examination(values) | self.questions(engine) | self.rewards(engine) | self.tools(engine)
 
     def text_values(self, model: CausalLM) -> RowValues:
         """Bits of each held-out document window and its UTF-8 bytes."""
@@ -125,7 +144,7 @@ class Examiner:
             correct += (chosen > rejected).float().tolist()
         return correct
 
-    def score_values(self, objective: RewardModelling) -> RowValues:
+    def score_values(self, objective: RewardModelling) -> Examination:
         """The reward model's only metric: 1.0 where the chosen answer gets the higher score."""
         objective.model.eval()
         correct: list[float] = []
@@ -133,13 +152,14 @@ class Examiner:
             for batch in self.panel.pairs.in_order():
                 chosen, rejected = objective.scores(batch).chunk(2)
                 correct += (chosen > rejected).float().tolist()
-        return {"preference_accuracy": correct}
+        return Examination({"preference_accuracy": correct})
 
-    def question_values(self, engine: RolloutEngine) -> RowValues:
+    def questions(self, engine: RolloutEngine) -> Examination:
         """Exact match of sampled and greedy replies, and whether sampled replies end by themselves."""
         prompts = [question.prompt_ids for question in self.panel.questions]
         references = [normalised(question.reference) for question in self.panel.questions]
         values: RowValues = {}
+        samples = []
         for name, greedy in (("qa_exact", False), ("qa_exact_greedy", True)):
             completions = engine.generate(
                 prompts,
@@ -152,28 +172,46 @@ class Examiner:
             values[name] = [float(normalised(reply) == ref) for reply, ref in zip(replies, references, strict=True)]
             if not greedy:
                 values["stops_frac"] = [float(done.stop == StopReason.EOS) for done in completions]
-        return values
+                samples = [
+                    self.sample("question", question.prompt_ids, done.ids, score, expected=question.reference)
+                    for question, done, score in zip(self.panel.questions, completions, values[name], strict=True)
+                ]
+        return Examination(values, samples[:SAMPLES_PER_TASK])
 
-    def reward_values(self, engine: RolloutEngine) -> RowValues:
+    def rewards(self, engine: RolloutEngine) -> Examination:
         """Total reward and every term of sampled replies to the held-out prompts."""
         tasks = self.panel.prompts
         trajectories = self.episodes(engine, tasks, "reward", greedy=False, max_turns=1)
         scored = self.score(tasks, trajectories)
         names = sorted({name for row in scored for name in row.terms})
-        return {"reward_mean": [row.total for row in scored]} | {
+        values = {"reward_mean": [row.total for row in scored]} | {
             f"reward_term_{name}": [row.terms.get(name, 0.0) for row in scored] for name in names
         }
+        samples = [self.sample("prompt", t.prompt_ids, t.ids, row.total) for t, row in zip(trajectories, scored, strict=True)]
+        return Examination(values, samples[:SAMPLES_PER_TASK])
 
-    def tool_values(self, engine: RolloutEngine) -> RowValues:
+    def tools(self, engine: RolloutEngine) -> Examination:
         """Whether the final reply holds every expected answer, and whether calls were made and all valid."""
         tasks = self.panel.tasks
         values: RowValues = {}
+        samples = []
         for name, greedy in (("tool_success", False), ("tool_success_greedy", True)):
             trajectories = self.episodes(engine, tasks, "tool", greedy=greedy, max_turns=self.params.max_turns)
             values[name] = [float(solved(task, t)) for task, t in zip(tasks, trajectories, strict=True)]
             if not greedy:
                 values["tool_valid_frac"] = [float(calls_valid(t)) for t in trajectories]
-        return values
+                samples = [
+                    self.sample("tool task", t.prompt_ids, t.ids, score, expected=", ".join(task.gt))
+                    for task, t, score in zip(tasks, trajectories, values[name], strict=True)
+                ]
+        return Examination(values, samples[:SAMPLES_PER_TASK])
+
+    def sample(
+        self, task: str, prompt: Sequence[int], reply: Sequence[int], score: float, *, expected: str = ""
+    ) -> dict[str, Any]:
+        """A table row: control tokens are shown, tool results are part of the reply."""
+        decode = self.tokenizer.decode_all
+        return {"task": task, "prompt": decode(prompt), "completion": decode(reply), "expected": expected, "score": score}
 
     def episodes(
         self, engine: RolloutEngine, tasks: Sequence[PromptTask], what: str, *, greedy: bool, max_turns: int

@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 
-from pipeline.evaluation.panel import RowValues
+from pipeline.evaluation.panel import Examination, RowValues
 from pipeline.evaluation.statistics import Estimate, Verdict, mean, proportion, ratio, verdict
 
 PARENTS = {
@@ -65,19 +66,18 @@ def verdicts_of(measured: Mapping[str, RowValues], confidence: float) -> dict[st
     return verdicts
 
 
-def cached(folder: Path, identity: str, measure: Callable[[], RowValues]) -> RowValues:
-    """The row values stored for `identity` (everything that decides them), or newly measured and stored.
+def cached(folder: Path, identity: str, measure: Callable[[], Examination]) -> Examination:
+    """What is stored for `identity` (everything that decides it), or newly measured and stored.
 
     A torn or foreign file counts as absent.
     """
     path = folder / f"{sha256(identity.encode()).hexdigest()[:32]}.json"
     try:
-        stored: RowValues = json.loads(path.read_text(encoding="utf-8"))
-        return stored
-    except (FileNotFoundError, ValueError):
-        values = measure()
+        return Examination(**json.loads(path.read_text(encoding="utf-8")))
+    except (FileNotFoundError, ValueError, TypeError):
+        measured = measure()
     folder.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(values, sort_keys=True, allow_nan=False), encoding="utf-8")
+    temporary.write_text(json.dumps(asdict(measured), sort_keys=True, allow_nan=False), encoding="utf-8")
     temporary.replace(path)
-    return values
+    return measured
