@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -384,6 +385,13 @@ def test_calls_are_well_formed_or_counted(body: str, call: ToolCall | None) -> N
     turn = parse_turn(f"a<tool_call>{body}</tool_call>b", open_thinking=False)
     assert turn.calls == ([call] if call else [])
     assert turn.malformed_calls == (call is None)
+
+
+def test_thousands_of_tags_take_no_time() -> None:
+    started = time.perf_counter()
+    assert parse_turn("<tool_call>" * 50_000, open_thinking=False).malformed_calls == 50_000
+    assert parse_turn(f"{'<tool_call>' * 50_000}</tool_call>", open_thinking=False).malformed_calls == 1
+    assert time.perf_counter() - started < 5  # 0.1 s in one pass, minutes when every tag looks for its partner
 
 
 WILD = _joined(PLAIN + CONTROLS + THINKS + [GOOD, '{"name": "f", "arguments": ', "{}", "}", "\ud800", "null", "[" * 5000])

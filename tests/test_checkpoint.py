@@ -169,7 +169,9 @@ def test_another_tokenizer_is_refused(tmp_path):
         load_model(path, tokenizer_digest="fedcba9876543210")
 
 
-@pytest.mark.parametrize("damage", ["empty", "text", "half", "head", "pickle", "tensor", "nested", "absent", "folder"])
+@pytest.mark.parametrize("damage", "empty text half head pickle tensor nested numbered absent folder".split())
+    "damage", ["empty", "text", "half", "head", "pickle", "tensor", "nested", "numbered", "absent", "folder"]
+)
 def test_a_damaged_file_is_one_line(tmp_path, damage):
     path = save(tmp_path / "m.pth", CausalLM(CONFIG))
     content = path.read_bytes()
@@ -188,11 +190,31 @@ def test_a_damaged_file_is_one_line(tmp_path, damage):
         path.write_bytes(replaced[damage])
     if damage == "tensor":
         torch.save(torch.zeros(2), path)
+    if damage == "numbered":
+        torch.save({0: torch.zeros(2)}, path)
     if damage == "nested":
         torch.save({"model": {"a": torch.zeros(2)}, "step": 3}, path)
     with pytest.raises(DataError) as error:
         load_model(path)
     assert one_line(error).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize("kind", ["sparse", "meta", "complex", "integer", "nan", "infinite"])
+def test_a_tensor_that_cannot_be_a_weight_is_named(tmp_path, kind):
+    state = CausalLM(CONFIG).state_dict()
+    weight = state["model.norm.weight"]
+    state["model.norm.weight"] = {
+        "sparse": weight.to_sparse(),
+        "meta": weight.to("meta"),
+        "complex": weight.to(torch.complex64),
+        "integer": weight.to(torch.int64),
+        "nan": torch.full_like(weight, torch.nan),
+        "infinite": torch.full_like(weight, -torch.inf),
+    }[kind]
+    torch.save(state, tmp_path / "m.pth")
+    with pytest.raises(DataError) as error:
+        load_foreign(tmp_path / "m.pth", CONFIG)
+    assert "model.norm.weight" in one_line(error)
 
 
 def test_no_flipped_byte_changes_a_weight_silently(tmp_path):

@@ -94,7 +94,7 @@ def load_foreign(path: Path, config: ModelConfig) -> CausalLM:
 
 
 def load_state(path: Path) -> dict[str, Tensor]:
-    """The flat state dict in a `.pth` file, on the CPU; nothing but tensors is unpickled.
+    """The flat state dict of floating-point weights in a `.pth` file, on the CPU; nothing but tensors is unpickled.
 
     Raises:
         DataError: the file is missing, damaged, or holds something else.
@@ -107,10 +107,18 @@ def load_state(path: Path) -> dict[str, Tensor]:
     except UNREADABLE as error:
         reason = str(error).strip().partition("\n")[0][:120]
         raise DataError(f"{path}: not a readable PyTorch file of tensors ({reason})") from error
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+    if not isinstance(state, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items()):
         held = ", ".join(map(str, list(state)[:MAX_NAMES])) if isinstance(state, dict) else type(state).__name__
         raise DataError(f"{path}: must be a flat state dict, name to tensor; it holds {held}")
+    if odd := [name for name, tensor in state.items() if not _holds_weights(tensor)]:
+        raise DataError(f"{path}: must hold dense floating-point tensors with finite values; not so: {_shortened(odd)}")
     return state
+
+
+def _holds_weights(tensor: Tensor) -> bool:
+    if tensor.layout is not torch.strided or tensor.is_meta or not tensor.is_floating_point():
+        return False
+    return bool(torch.isfinite(tensor.float()).all())  # float: isfinite does not know all 8-bit types
 
 
 def load_meta(path: Path, kind: str, tokenizer_digest: str | None = None) -> dict[str, Any]:

@@ -5,8 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_CALL_TAG = re.compile(r"</?tool_call>")
+_CALL_TAG = re.compile(r"(</?tool_call>)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +48,31 @@ def parse_turn(text: str, *, open_thinking: bool) -> ParsedTurn:
         thinking, answer = None, text.strip()
     else:
         thinking, answer = before.strip().removeprefix("<think>").strip(), after.strip()
-    parts = _CALL.split(answer)  # outside, body, outside, body, ..., outside
-    calls = [_parse_call(body) for body in parts[1::2]]
-    unpaired = sum(len(_CALL_TAG.findall(outside)) for outside in parts[::2])
+    bodies, unpaired = _call_bodies(answer)
+    calls = [_parse_call(body) for body in bodies]
     return ParsedTurn(thinking, answer, [call for call in calls if call], calls.count(None) + unpaired)
+
+
+def _call_bodies(answer: str) -> tuple[list[str], int]:
+    """What stands between each opening tag and the next closing one, and how many tags have no partner.
+
+    One pass: a policy may write thousands of tags. An opening tag inside a body belongs to the body.
+    """
+    pieces = _CALL_TAG.split(answer)  # text, tag, text, tag, ..., text
+    bodies: list[str] = []
+    body: list[str] | None = None  # pieces since the opening tag
+    unpaired = 0
+    for tag, text in zip(pieces[1::2], pieces[2::2], strict=True):
+        if body is None:
+            unpaired += tag == "</tool_call>"
+            body = [text] if tag == "<tool_call>" else None
+        elif tag == "</tool_call>":
+            bodies.append("".join(body))
+            body = None
+        else:
+            body += [tag, text]
+    # a body that is never closed holds no call: its opening tag and those inside it are unpaired
+    return bodies, unpaired + (0 if body is None else 1 + body.count("<tool_call>"))
 
 
 def _parse_call(body: str) -> ToolCall | None:
