@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.data.draws import permutation, uniforms
+from pipeline.data.labels import IGNORED_LABEL
 from pipeline.errors import DataError
 from pipeline.params.schema import Chat
 from pipeline.text.chat import ChatEncoder
@@ -23,7 +24,6 @@ from pipeline.text.system_prompts import SYSTEM_PROMPTS
 from pipeline.text.tokenizer import Tokenizer
 
 POOL_BATCHES = 32
-IGNORED = -100
 
 Ints = NDArray[Any]
 
@@ -280,8 +280,8 @@ def _shift_and_pad(sequences: Sequence[tuple[Ints, Ints]], pad_id: int) -> tuple
     """input_ids [B, T] and labels [B, T] of (ids, trained) sequences, and how many labels are trained."""
     lengths = [len(ids) - 1 for ids, _ in sequences]
     input_ids = np.full((len(sequences), max(lengths)), pad_id, np.int64)
-    labels = np.full_like(input_ids, IGNORED)
+    labels = np.full_like(input_ids, IGNORED_LABEL)
     for index, ((ids, trained), length) in enumerate(zip(sequences, lengths, strict=True)):
         input_ids[index, :length] = ids[:-1]
-        labels[index, :length] = np.where(trained[1:], ids[1:], IGNORED)
-    return torch.from_numpy(input_ids), torch.from_numpy(labels), int((labels != IGNORED).sum())
+        labels[index, :length] = np.where(trained[1:], ids[1:], IGNORED_LABEL)
+    return torch.from_numpy(input_ids), torch.from_numpy(labels), int((labels != IGNORED_LABEL).sum())

@@ -6,7 +6,8 @@ from typing import TypeVar
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-IGNORE = -100
+from pipeline.data.labels import IGNORED_LABEL
+
 # Logits of one call that are simply kept for the backward pass: 64 MiB in fp32. Forming them again costs time.
 KEPT_LOGITS = 2**24
 
@@ -27,7 +28,7 @@ def over_wanted(
     Returns:
         The results in order, and the mask of wanted positions. At least one call, on nothing if need be: it keeps the graph.
     """
-    wanted = labels != IGNORE
+    wanted = labels != IGNORED_LABEL
     chosen_hidden, chosen_labels = hidden[wanted], labels[wanted]
     size = chunk or max(1, KEPT_LOGITS // len(head_weight))
     if len(chosen_labels) <= size:

@@ -11,10 +11,9 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
+from pipeline.data.labels import IGNORED_LABEL
 from pipeline.text.turns import ParsedTurn
 from pipeline.tools.registry import ToolResult
-
-IGNORED_LABEL = -100
 
 
 class StopReason(StrEnum):
