@@ -170,8 +170,6 @@ def test_another_tokenizer_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("damage", "empty text half head pickle tensor nested numbered absent folder".split())
-    "damage", ["empty", "text", "half", "head", "pickle", "tensor", "nested", "numbered", "absent", "folder"]
-)
 def test_a_damaged_file_is_one_line(tmp_path, damage):
     path = save(tmp_path / "m.pth", CausalLM(CONFIG))
     content = path.read_bytes()
