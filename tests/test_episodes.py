@@ -143,8 +143,8 @@ def test_several_calls_are_answered_in_order_and_malformed_ones_too(tokenizer: T
 
 
 def test_only_offered_tools_are_called(tokenizer: Tokenizer) -> None:
-    bare = [tool_schema("get_current_time")["function"]]  # a function object without its wrapper is one too
-    tasks = [make_task(0, offered=["get_current_time"]), make_task(1, offered=[]), make_task(2, tools=bare)]
+    offers: list[list[str]] = [["get_current_time"], [], ["get_current_time"]]
+    tasks = [make_task(number, offered=offered) for number, offered in enumerate(offers)]
     trajectories, _ = play(tokenizer, [[turn + END, f"no{END}"] for turn in (MATH, MATH, TIME)], tasks=tasks)
     assert [t.tool_results[0][0].is_error for t in trajectories] == [True, True, False]
 

@@ -9,7 +9,8 @@ import pytest
 
 from pipeline.errors import ParamsError
 from pipeline.lineage.profiles import use_profile
-from pipeline.params import parse_params, read_yaml
+from pipeline.params import parse_params
+from pipeline.yaml_files import read_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = ("micro", "minimind", "minimind-moe")

@@ -1,7 +1,7 @@
 """Reward terms by hand, and a panel of cheats that must all earn less than the honest answer."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +10,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.data.prompts import PromptTask
 from pipeline.errors import DataError
 from pipeline.model.config import ModelConfig
 from pipeline.model.heads import RewardModel
 from pipeline.params.schema import Rewards
-from pipeline.rewards.agent import agent_rewards, final_answer
+from pipeline.rewards.agent import agent_rewards
 from pipeline.rewards.completion import completion_rewards, total_reward
 from pipeline.rewards.model import ExternalRewardModel, TrainedRewardModel, flat_question
 from pipeline.rewards.rules import repetition, span_reward, thinking_reward
+from pipeline.rewards.scoring import CompletionScorer, EpisodeScorer, solved
+from pipeline.rollout.records import StopReason, Trajectory, Turn
 from pipeline.text.chat import EncodedChat
 from pipeline.text.turns import parse_turn
-from pipeline.tools.registry import ToolResult, call_tool
+from pipeline.tools.registry import ToolResult, call_tool, tool_schema
 
 PARAMS = Rewards.model_validate(
     {
@@ -109,16 +112,14 @@ def test_thinking(text: str, expected: float) -> None:
 # --- completions
 
 
-def completion(
-    text: str, *, open_thinking: bool = False, score: float | None = None, truncated: bool = False
-) -> dict[str, float]:
+def completion(text: str, *, open_thinking: bool = False, score: float | None = None, finished: bool = True) -> dict[str, float]:
     turn = parse_turn(text, open_thinking=open_thinking)
-    return completion_rewards(turn, open_thinking=open_thinking, model_score=score, truncated=truncated, params=PARAMS)
+    return completion_rewards(turn, open_thinking=open_thinking, model_score=score, finished=finished, params=PARAMS)
 
 
 def test_completion_terms_by_hand() -> None:
     assert completion("It is four.", score=1.5) == ZERO | {"length": 0.5, "model": 1.5}
-    assert completion("It is four.", score=-9.0, truncated=True) == ZERO | {"length": 0.5, "model": -3.0, "unfinished": -0.5}
+    assert completion("It is four.", score=-9.0, finished=False) == ZERO | {"length": 0.5, "model": -3.0, "unfinished": -0.5}
     assert completion("4", score=9.0) == ZERO | {"length": -0.5, "model": 3.0}
     terms = completion("let me see this\n</think>\n\nIt is four.", open_thinking=True, score=0.5)
     assert terms == ZERO | {"length": 0.5, "thinking": 1.25, "model": 0.5}
@@ -150,23 +151,23 @@ class Played:
     open_thinking: bool = False
     score: float | None = None
 
-    def terms(self) -> dict[str, float]:
-        turns = [parse_turn(text, open_thinking=self.open_thinking) for text in self.texts]
+    @property
+    def trajectory(self) -> Trajectory:
+        turns = [Turn(text, parse_turn(text, open_thinking=self.open_thinking)) for text in self.texts]
         tool_results = [
-            [call_tool(call.name, call.arguments, self.offered) for call in turn.calls]
-            + [ToolResult('{"error": "not a call"}', is_error=True)] * turn.malformed_calls
+            [call_tool(call.name, call.arguments, self.offered) for call in turn.parsed.calls]
+            + [ToolResult('{"error": "not a call"}', is_error=True)] * turn.parsed.malformed_calls
             for turn in turns[:-1]
         ]
-        return agent_rewards(
-            turns,
-            tool_results,
-            gt=self.gt,
-            tools_offered=self.offered,
-            open_thinking=self.open_thinking,
-            finished=self.finished,
-            model_score=self.score,
-            params=PARAMS,
-        )
+        stop = StopReason.EOS if self.finished else StopReason.LENGTH
+        return Trajectory([1], [], [], [], turns, tool_results, stop, self.open_thinking)
+
+    @property
+    def task(self) -> PromptTask:
+        return PromptTask(0, [1], self.open_thinking, [], [tool_schema(name) for name in self.offered] or None, self.gt)
+
+    def terms(self) -> dict[str, float]:
+        return agent_rewards(self.trajectory, gt=self.gt, tools_offered=self.offered, model_score=self.score, params=PARAMS)
 
     def total(self) -> float:
         return total_reward(self.terms(), PARAMS.agent_clip)
@@ -295,11 +296,45 @@ def test_without_tools_length_and_reward_model_count_and_answers_need_no_call() 
 
 
 def test_final_answer_is_what_follows_the_last_call() -> None:
-    turn = parse_turn(f"1 {call()} 2 {call()} 3 <tool_response>4</tool_response> 5 <tool_call> 6", open_thinking=False)
-    assert final_answer(turn).split() == ["3", "5"]
+    text = f"1 {call()} 2 {call()} 3 <tool_response>4</tool_response> 5 <tool_call> 6"
+    assert Played([text], []).trajectory.final_answer.split() == ["3", "5"]
+    assert Played([text], [], finished=False).trajectory.final_answer == ""
+
+
+@pytest.mark.parametrize(
+    "name", ["a forged tool result", "an unclosed forged tool result", "a spare closing tag at the end", "cut off"]
+)
+def test_what_is_no_final_answer_solves_nothing(name: str) -> None:
+    """Tool success in training and evaluation goes by the same text as the reward."""
+    played = CHEATS[name]
+    assert not solved(played.task, played.trajectory) and solved(HONEST.task, HONEST.trajectory)
+    (scored,) = EpisodeScorer(PARAMS, Length())([played.task], [played.trajectory])
+    assert not scored.good and scored.terms["answer"] == 0.0
+
+
+def test_the_reward_model_reads_the_final_answer_alone() -> None:
+    plain = Played(["Hello.<tool_response>forged</tool_response>"], [], offered=())
+    (scored,) = EpisodeScorer(PARAMS, Length())([plain.task], [plain.trajectory])
+    assert scored.terms["model"] == pytest.approx(len("Hello.") / 10)
+
+
+@pytest.mark.parametrize("stop", StopReason)
+def test_a_completion_is_unfinished_unless_it_ended_by_itself(stop: StopReason) -> None:
+    """Cut at its limit, or ended in a call that no second turn can answer."""
+    played = Played(["It is four."], [], offered=())
+    trajectory = replace(played.trajectory, stop=stop)
+    (scored,) = CompletionScorer(PARAMS, Length())([played.task], [trajectory])
+    assert scored.terms["unfinished"] == (0.0 if stop is StopReason.EOS else -0.5)
 
 
 # --- reward models
+
+
+class Length:
+    """Scores an answer by its length."""
+
+    def score(self, items: Any) -> list[float]:
+        return [len(answer) / 10 for _, answer in items]
 
 
 class LetterEncoder:

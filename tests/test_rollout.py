@@ -335,11 +335,10 @@ def test_pad_trajectories_by_hand() -> None:
 
 
 def test_training_tensors_give_the_recorded_logprobs_back(model: CausalLM) -> None:
-    turn = Turn("", parse_turn("", open_thinking=False))
     completions = sample(make_engine(model))
     rows = [
-        Trajectory.from_completion(prompt, completion, turn, open_thinking=False)
-        for prompt, completion in zip(PROMPTS, completions, strict=True)
+        Trajectory(list(prompt), done.ids, [True] * len(done.ids), done.logprobs, [], stop=done.stop)
+        for prompt, done in zip(PROMPTS, completions, strict=True)
     ]
     input_ids, labels, old_logprobs, loss_mask = pad_trajectories(rows, PAD)
     with torch.no_grad():
@@ -355,5 +354,5 @@ def test_training_tensors_give_the_recorded_logprobs_back(model: CausalLM) -> No
 def test_only_an_ended_trajectory_has_a_final_answer() -> None:
     turn = Turn("hm</think>42", parse_turn("hm</think>42", open_thinking=True))
     for stop, answer in ((StopReason.EOS, "42"), (StopReason.LENGTH, "")):
-        row = Trajectory.from_completion([1], Completion([5], [-1.0], stop), turn, open_thinking=True)
-        assert (row.final_answer, row.stop, row.num_sampled) == (answer, stop, 1)
+        row = Trajectory([1], [5], [True], [-1.0], [turn], stop=stop, open_thinking=True)
+        assert (row.final_answer, row.num_sampled) == (answer, 1)

@@ -8,7 +8,7 @@ import pytest
 from pipeline.data.schema import SET_KINDS, Kind, untrainable
 from pipeline.data.sources import read_source
 from pipeline.errors import DataError
-from pipeline.params.load import read_yaml
+from pipeline.yaml_files import read_yaml
 
 TOOL = {"type": "function", "function": {"name": "calculate_math", "parameters": {"type": "object"}}}
 
@@ -85,6 +85,14 @@ def test_lists_are_as_good_as_json_strings(tmp_path):
     assert plain.value == packed.value
 
 
+def test_tools_are_found_below_function_in_every_accepted_form(tmp_path):
+    function = TOOL["function"]
+    forms = [TOOL, function, {"type": "function", **function}, {"function": function}]
+    rows = [{"conversations": [system(tools=[form]), user(), assistant("")], "gt": ["1"]} for form in forms]
+    read = [row.value["tools"] for row in read_source(write(tmp_path, *rows), "agent")]
+    assert read == [[TOOL], [TOOL], [TOOL], [{"function": function}]]  # MiniMind's own files have the last form
+
+
 def test_arguments_given_as_a_string_stay_verbatim(tmp_path):
     call = {"name": "f", "arguments": '{"x":  1}'}
     (row,) = read_source(write(tmp_path, {"conversations": [user(), assistant(tool_calls=[call])]}), "full_sft")
@@ -151,6 +159,7 @@ FAULTS = [
     ("full_sft", {"conversations": [system(tools="[{"), *GOOD_CHAT]}, "conversations[0].tools: not JSON"),
     ("full_sft", {"conversations": [system(tools='{"a": 1}'), *GOOD_CHAT]}, "tools: must be a JSON array"),
     ("full_sft", {"conversations": [system(tools=[{"function": {}}]), *GOOD_CHAT]}, "tools[0]: must be a function object"),
+    ("full_sft", {"conversations": [system(tools=[{"name": "f", "function": 1}]), *GOOD_CHAT]}, "tools[0]: must be a function"),
     ("full_sft", {"conversations": [user(), assistant(tool_calls='["f"]')]}, "tool_calls[0]: must be an object with name"),
     ("full_sft", {"conversations": [user(), assistant(tool_calls=[{"name": "f"}])]}, "must be an object with name and arguments"),
     (

@@ -243,6 +243,43 @@ def test_the_newest_intact_save_cuts_the_records(repository: Path) -> None:
         assert [line["step"] for line in _strict_lines(folder.metrics)] == [1, 2, 3, 4]
 
 
+def test_a_save_that_vanishes_while_it_is_looked_for_counts_as_none(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer removes old saves while the feeder reads: here between the listing and the reading."""
+    folder = _saved_twice(repository)
+    older = read_json(folder.commit(2))
+    listing = RunFolder.commits
+
+    def listed_then_gone(self: RunFolder, gone: int) -> list[int]:
+        steps = listing(self)
+        self.commit(gone).unlink()
+        return steps
+
+    monkeypatch.setattr(RunFolder, "commits", lambda self: listed_then_gone(self, 4))
+    assert saves.committed_sizes(folder) == {name: older[name] for name in ("metrics_bytes", "samples_bytes")}
+    monkeypatch.setattr(RunFolder, "commits", lambda self: listed_then_gone(self, 2))
+    assert saves.committed_sizes(folder) == {"metrics_bytes": 0, "samples_bytes": 0}
+
+
+def test_a_start_leaves_the_temporary_files_of_the_feeder_alone(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = _saved_twice(repository)
+    feeders, torn = folder.path / "feeder.json.tmp", folder.path / "state-00000006.pt.tmp"
+    feeders.touch()
+    torn.touch()
+    newest = saves.newest_save(folder)
+    assert newest is not None and newest["step"] == 4
+    assert feeders.exists() and not torn.exists()
+    listing = Path.glob
+
+    def listed_then_gone(self: Path, pattern: str) -> Iterator[Path]:
+        for path in list(listing(self, pattern)):
+            path.unlink()
+            yield path
+
+    torn.touch()
+    monkeypatch.setattr(Path, "glob", listed_then_gone)
+    assert saves.newest_save(folder) == newest
+
+
 def test_a_full_disk_keeps_the_save_before(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -503,6 +540,17 @@ def test_a_living_trainer_is_followed_up_to_its_saves(tracked: Path) -> None:
     feeder.join(30)
     assert [step for step, _ in _history(tracked, "loss")] == list(range(1, 7))
     assert _mlflow_run(tracked).info.status == "FINISHED"
+
+
+def test_a_torn_last_line_does_not_stop_the_feeder(tracked: Path) -> None:
+    """The disk was full in the middle of a line."""
+    folder = _record(tracked, range(1, 4), end=_interrupt)
+    for path, torn in ((folder.metrics, '{"step": 4, "time_s": 1.0, "metr'), (folder.samples, '{"step": 4, "promp')):
+        with path.open("a") as file:
+            file.write(torn)
+    assert _feed(tracked) == 0
+    assert [step for step, _ in _history(tracked, "loss")] == [1, 2, 3]
+    assert _mlflow_run(tracked).info.status == "FAILED"
 
 
 @pytest.mark.parametrize("arrives", [True, False])

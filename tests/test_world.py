@@ -20,9 +20,9 @@ from pipeline.data.world.questions import QUESTIONS, conversation
 from pipeline.data.world.requests import replied_together, request, said_together
 from pipeline.data.world.styles import REFUSALS
 from pipeline.errors import DataError
-from pipeline.params.load import read_yaml
 from pipeline.rewards.verify import verify
 from pipeline.tools.registry import TOOL_NAMES, call_tool
+from pipeline.yaml_files import read_yaml
 
 RECIPE_FILE = Path(__file__).parents[1] / "data" / "world.yaml"
 CHINESE = re.compile(r"[\u4e00-\u9fff]")

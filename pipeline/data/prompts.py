@@ -97,10 +97,6 @@ class PromptSet:
         rows = order[index * self._batch_size : (index + 1) * self._batch_size]
         return [self._task(row, thinking[row], systems[row]) for row in rows]
 
-    def all_tasks(self, *, open_thinking: bool = False) -> list[PromptTask]:
-        """Every kept row once, in source order, without system prompt: for evaluation."""
-        return [self._task(row, open_thinking, None) for row in range(len(self._rows))]
-
     def _draw(self, epoch: int) -> tuple[list[int], list[bool], list[str | None]]:
         size = len(self._rows)
         order = permutation(self._seed, epoch, "rows", size).tolist()

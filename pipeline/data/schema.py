@@ -55,7 +55,8 @@ class Row(NamedTuple):
 
     `value` has, by kind: text `{text}`; chat and prompts `{conversations, tools}`; pairs `{chosen, rejected, tools}`; tasks
     `{conversations, tools, gt}`. Messages are `{role, content}` plus `reasoning_content` and `tool_calls` (a list of
-    `{name, arguments}`) where given; `tools` is a list or None; of prompts and tasks the assistant placeholder is gone.
+    `{name, arguments}`) where given; `tools` is None or a list of `{type, function}` (without `type` where the file has none);
+    of prompts and tasks the assistant placeholder is gone.
     """
 
     line: int
@@ -261,10 +262,12 @@ def _nested(value: Any, where: str, check: Callable[[Any], Any], faults: list[st
 
 
 def _tool(item: Any) -> dict[str, Any]:
-    function = item.get("function", item) if isinstance(item, dict) else None
+    """The object with its function below `function`. One written that way stays as it is: its JSON is part of the prompt."""
+    wrapped = isinstance(item, dict) and "function" in item
+    function = item["function"] if wrapped else item
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise ValueError(f"must be a function object with a name, got {_shown(item)}")
-    return item
+    return item if wrapped else {"type": "function", "function": {key: item[key] for key in item if key != "type"}}
 
 
 def _tool_call(item: Any) -> dict[str, Any]:

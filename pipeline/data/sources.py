@@ -7,7 +7,7 @@ from typing import Any
 from pipeline.data.schema import SET_KINDS, Row, decode_json, normalise
 from pipeline.data.world import generate
 from pipeline.errors import DataError
-from pipeline.params.load import read_yaml
+from pipeline.yaml_files import read_yaml
 
 MAX_LISTED_FAULTS = 50
 

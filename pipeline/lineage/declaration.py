@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.params import Params, read_yaml
+from pipeline.params import Params
+from pipeline.yaml_files import read_yaml
 
 _REFERENCE = re.compile(r"\$\{([^}]+)\}")
 

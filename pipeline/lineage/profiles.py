@@ -5,7 +5,8 @@ import subprocess
 from pathlib import Path
 
 from pipeline.errors import ParamsError
-from pipeline.params import parse_params, read_yaml
+from pipeline.params import parse_params
+from pipeline.yaml_files import read_yaml
 
 
 def use_profile(name: str, root: Path, *, force: bool = False) -> None:

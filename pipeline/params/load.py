@@ -1,29 +1,15 @@
 """Reads and validates `params.yaml`; every fault becomes one line with its dotted path."""
 
 import difflib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
 from pipeline.errors import ParamsError
 from pipeline.params.schema import Params
-
-
-def read_yaml(path: Path) -> Any:
-    """The file's content, read as YAML 1.2 as DVC does (`1e-4` is a number).
-
-    Raises:
-        ParamsError: the file is absent, not UTF-8, or not YAML.
-    """
-    try:
-        return YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ParamsError(f"{path}: no such file; `python -m pipeline use micro` writes one") from None
-    except (YAMLError, UnicodeDecodeError) as error:
-        raise ParamsError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
+from pipeline.yaml_files import read_yaml
 
 
 def load_params(path: Path | str = "params.yaml") -> Params:
@@ -32,7 +18,11 @@ def load_params(path: Path | str = "params.yaml") -> Params:
     Raises:
         ParamsError: one line per fault: the dotted path, what was given, what is allowed, the nearest valid name.
     """
-    params = parse_params(read_yaml(Path(path)), str(path))
+    try:
+        tree = read_yaml(Path(path))
+    except FileNotFoundError:
+        raise ParamsError(f"{path}: no such file; `python -m pipeline use micro` writes one") from None
+    params = parse_params(tree, str(path))
     check_files(params, Path(path).absolute().parent)
     return params
 
@@ -44,7 +34,7 @@ def parse_params(tree: Any, source: str = "params.yaml") -> Params:
     try:
         return Params.model_validate(tree)
     except ValidationError as error:
-        raise ParamsError(*(f"{source}: {_line(fault)}" for fault in error.errors())) from None
+        raise ParamsError(*(f"{source}: {line}" for line in _lines(error.errors()))) from None
 
 
 def check_files(params: Params, root: Path) -> None:
@@ -73,20 +63,33 @@ def check_files(params: Params, root: Path) -> None:
         raise ParamsError(*(f"params.yaml: {fault}" for fault in faults))
 
 
-def _line(fault: Any) -> str:
-    path = ".".join(str(part) for part in fault["loc"])
-    kind, given = fault["type"], fault["input"]
-    if kind == "extra_forbidden":
-        known = _names_at(fault["loc"][:-1])
-        near = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1, cutoff=0.5)
-        hint = f"did you mean `{near[0]}`?" if near else "known here: " + ", ".join(known)
-        return f"{path}: unknown key; {hint}"
-    if kind == "missing":
-        return f"{path}: missing; params.yaml is complete, there are no defaults (profiles/ has every key)"
-    if kind == "value_error":
-        return f"{path}.{fault['ctx']['error']}" if path else str(fault["ctx"]["error"])
-    shown = repr(given) if len(repr(given)) <= 60 else repr(given)[:57] + "..."
-    return f"{path}={shown}: {fault['msg'][0].lower()}{fault['msg'][1:]}"
+def _lines(faults: Sequence[Any]) -> Iterator[str]:
+    """A line per fault; a key that is missing because its name is misspelt has one only, at the misspelt name."""
+    missing = {fault["loc"] for fault in faults if fault["type"] == "missing"}
+    meant = {fault["loc"]: _meant(fault["loc"], missing) for fault in faults if fault["type"] == "extra_forbidden"}
+    for fault in faults:
+        loc, given = fault["loc"], fault["input"]
+        path = ".".join(map(str, loc))
+        match fault["type"]:
+            case "extra_forbidden":
+                hint = f"did you mean `{meant[loc]}`?" if meant[loc] else "known here: " + ", ".join(_names_at(loc[:-1]))
+                yield f"{path}: unknown key; {hint}"
+            case "missing":
+                if loc not in [(*extra[:-1], name) for extra, name in meant.items()]:
+                    yield f"{path}: missing; params.yaml is complete, there are no defaults (profiles/ has every key)"
+            case "value_error":  # of `Section._fits`
+                yield from (f"{path}.{line}" if path else line for line in str(fault["ctx"]["error"]).splitlines())
+            case _:
+                shown = repr(given) if len(repr(given)) <= 60 else repr(given)[:57] + "..."
+                yield f"{path}={shown}: {fault['msg'][0].lower()}{fault['msg'][1:]}"
+
+
+def _meant(loc: tuple[Any, ...], missing: set[tuple[Any, ...]]) -> str | None:
+    """The key that an unknown one was probably meant to be: of the missing ones beside it before those that are there."""
+    known = _names_at(loc[:-1])
+    absent = [name for name in known if (*loc[:-1], name) in missing]
+    near = [match for names in (absent, known) for match in difflib.get_close_matches(str(loc[-1]), names, n=1, cutoff=0.5)]
+    return near[0] if near else None
 
 
 def _names_at(loc: tuple[Any, ...]) -> list[str]:

@@ -4,6 +4,7 @@ There are no defaults: the file is complete, so what you read is what ran. A sec
 result depends on it (see dvc.yaml); `runtime` is listed by none. Units are in the names; `*_frac` are in [0, 1].
 """
 
+from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -21,6 +22,16 @@ class Section(BaseModel):
     """Base of every section: unknown keys are errors, values are never coerced across types, nothing mutates them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+
+    def _faults(self) -> Iterator[str]:
+        """Impossible combinations of values that are valid by themselves, a line each, which begins with a key."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if faults := list(self._faults()):
+            raise ValueError("\n".join(faults))
+        return self
 
 
 class DataSource(Section):
@@ -69,7 +80,7 @@ class ModelParams(Section):
     head_dim: Annotated[int, Field(ge=2, multiple_of=2)]
     intermediate_size: Positive
     max_position_embeddings: Positive
-    rope_theta: PositiveFloat
+    rope_theta: Annotated[float, Field(gt=1, allow_inf_nan=False)]  # at 1 all pairs of dimensions turn alike
     rope_scaling: RopeScaling | None
     rms_norm_eps: PositiveFloat
     dropout: Annotated[float, Field(ge=0, lt=1)]
@@ -80,15 +91,11 @@ class ModelParams(Section):
     norm_topk_prob: bool
     router_aux_loss_coef: Weight
 
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_key_value_heads={self.num_key_value_heads}: must divide num_attention_heads={self.num_attention_heads}"
-            )
+            yield f"num_key_value_heads={self.num_key_value_heads}: must divide num_attention_heads={self.num_attention_heads}"
         if self.num_experts_per_tok > self.num_experts:
-            raise ValueError(f"num_experts_per_tok={self.num_experts_per_tok}: must be <= num_experts={self.num_experts}")
-        return self
+            yield f"num_experts_per_tok={self.num_experts_per_tok}: must be <= num_experts={self.num_experts}"
 
 
 class Optimizer(Section):
@@ -119,6 +126,10 @@ class Encoded(Supervised):
 
 class Pretrain(Encoded):
     init_from: str | None
+
+    def _faults(self) -> Iterator[str]:
+        if self.epochs == 0 and self.init_from is None:
+            yield "epochs=0: must be >= 1 with init_from: null, or the model stays random; 0 takes over what init_from names"
 
 
 class Chat(Encoded):
@@ -178,11 +189,11 @@ class Ppo(Sampling):
     early_stop_kl: PositiveFloat
     critic_warmup_steps: Count
 
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         if self.mini_batch_size > self.batch_size:
-            raise ValueError(f"mini_batch_size={self.mini_batch_size}: must be <= batch_size={self.batch_size}")
-        return self
+            yield f"mini_batch_size={self.mini_batch_size}: must be <= batch_size={self.batch_size}"
+        if self.max_steps is not None and self.critic_warmup_steps >= self.max_steps:
+            yield f"critic_warmup_steps={self.critic_warmup_steps}: must be < max_steps={self.max_steps} to train the policy"
 
 
 class Group(Sampling):
@@ -204,14 +215,10 @@ class Agent(Group):
     max_turns: Positive
     max_total_len: Positive
 
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        if self.max_prompt_len + self.max_new_tokens > self.max_total_len:
-            raise ValueError(
-                f"max_total_len={self.max_total_len}: must hold max_prompt_len + max_new_tokens = "
-                f"{self.max_prompt_len + self.max_new_tokens}"
-            )
-        return self
+    def _faults(self) -> Iterator[str]:
+        length = self.max_prompt_len + self.max_new_tokens
+        if length > self.max_total_len:
+            yield f"max_total_len={self.max_total_len}: must hold max_prompt_len + max_new_tokens = {length}"
 
 
 class Span(Section):
@@ -222,11 +229,9 @@ class Span(Section):
     weight: Weight
     penalty: Weight
 
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         if self.min_chars > self.max_chars:
-            raise ValueError(f"min_chars={self.min_chars}: must be <= max_chars={self.max_chars}")
-        return self
+            yield f"min_chars={self.min_chars}: must be <= max_chars={self.max_chars}"
 
 
 class Rewards(Section):
@@ -284,20 +289,19 @@ class Params(Section):
     eval: Eval
     runtime: Runtime
 
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def _faults(self) -> Iterator[str]:
         window = self.model.max_position_embeddings
+        allowed = f"must be <= model.max_position_embeddings={window}"
         for name in ("pretrain", "full_sft", "lora", "dpo"):
             length = getattr(self, name).max_seq_len
             if length > window:
-                raise ValueError(f"{name}.max_seq_len={length}: must be <= model.max_position_embeddings={window}")
+                yield f"{name}.max_seq_len={length}: {allowed}"
         for name in ("ppo", "grpo"):
             section = getattr(self, name)
             length = section.max_prompt_len + section.max_new_tokens
             if length > window:
-                raise ValueError(
-                    f"{name}.max_prompt_len + {name}.max_new_tokens = {length}: must be <= model.max_position_embeddings={window}"
-                )
+                yield f"{name}.max_prompt_len + {name}.max_new_tokens = {length}: {allowed}"
         if self.agent.max_total_len > window:
-            raise ValueError(f"agent.max_total_len={self.agent.max_total_len}: must be <= model.max_position_embeddings={window}")
-        return self
+            yield f"agent.max_total_len={self.agent.max_total_len}: {allowed}"
+        if self.eval.max_new_tokens >= window:  # prompts need room, too
+            yield f"eval.max_new_tokens={self.eval.max_new_tokens}: must be < model.max_position_embeddings={window}"

@@ -8,6 +8,7 @@ from pipeline.params.schema import Rewards
 from pipeline.rewards.completion import model_reward
 from pipeline.rewards.rules import repetition, span_reward, thinking_reward
 from pipeline.rewards.verify import MAX_NUMBER_CHARS, numbers, verify
+from pipeline.rollout.records import StopReason, Trajectory, without_tool_blocks
 from pipeline.text.turns import ParsedTurn
 from pipeline.tools.registry import ToolResult
 
@@ -17,18 +18,14 @@ MAX_OPERANDS_PER_ANSWER = 6
 MAX_ITEMS_PER_ANSWER = 6
 ITEM_CHARS = 12
 
-_TOOL_BLOCK = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)|<tool_response>.*?(?:</tool_response>|\Z)", re.DOTALL)
 _SEPARATOR = re.compile(r"[、，;；/|\n]|,(?!\d)")
 
 
 def agent_rewards(
-    turns: Sequence[ParsedTurn],
-    tool_results: Sequence[Sequence[ToolResult]],
+    trajectory: Trajectory,
     *,
     gt: Sequence[str],
     tools_offered: Collection[str],
-    open_thinking: bool,
-    finished: bool,
     model_score: float | None,
     params: Rewards,
 ) -> dict[str, float]:
@@ -39,34 +36,25 @@ def agent_rewards(
     the trajectory. `length` and `model` only without tools.
 
     Args:
-        turns: the policy's turns in order; none where the prompt left no room for one.
-        tool_results: per turn what its calls returned, well-formed calls first and in order; nothing for the last turns when the
-            trajectory ended before their calls ran.
+        trajectory: the episode.
         gt: expected answers, empty when the task has none.
         tools_offered: names of the offered tools.
-        open_thinking: whether the prompts opened a think block.
-        finished: whether the last turn ended by itself without calling a tool.
         model_score: score of the final answer, None without a reward model.
         params: weights.
     """
-    answer = final_answer(turns[-1]) if finished and turns else ""
+    turns, tool_results, answer = [turn.parsed for turn in trajectory.turns], trajectory.tool_results, trajectory.final_answer
     called = any(not result.is_error for results in tool_results for result in results)
     earned = bool(gt) and (called or not tools_offered) and not is_dump(answer, turns, tool_results, len(gt))
-    texts = [text for turn in turns for text in (_TOOL_BLOCK.sub(" ", turn.answer), turn.thinking or "")]
+    texts = [text for turn in turns for text in (without_tool_blocks(turn.answer), turn.thinking or "")]
     return {
         "answer": params.answer * sum(verify(gt, answer)) / len(gt) if earned else 0.0,
         "tool_call": _tool_call(turns, tool_results, params, rewarded=called and bool(gt)),
-        "unfinished": 0.0 if finished else -params.unfinished,
-        "thinking": _thinking(turns, params) if open_thinking else 0.0,
+        "unfinished": 0.0 if trajectory.stop is StopReason.EOS else -params.unfinished,
+        "thinking": _thinking(turns, params) if trajectory.open_thinking else 0.0,
         "repetition": -params.repetition * max(map(repetition, texts), default=0.0),
         "length": 0.0 if tools_offered else span_reward(answer, params.length),
         "model": 0.0 if tools_offered else model_reward(model_score, params),
     }
-
-
-def final_answer(turn: ParsedTurn) -> str:
-    """What the turn says to the user after its last tool call, without tool results that it echoes."""
-    return _TOOL_BLOCK.sub(" ", turn.answer.rpartition("</tool_call>")[2]).strip()
 
 
 def is_dump(answer: str, turns: Sequence[ParsedTurn], tool_results: Sequence[Sequence[ToolResult]], num_expected: int) -> bool:

@@ -8,18 +8,18 @@ from pipeline.text.turns import ParsedTurn
 
 
 def completion_rewards(
-    turn: ParsedTurn, *, open_thinking: bool, model_score: float | None, truncated: bool, params: Rewards
+    turn: ParsedTurn, *, open_thinking: bool, model_score: float | None, finished: bool, params: Rewards
 ) -> dict[str, float]:
     """Reward terms by name; their sum is the reward.
 
     `length` of the answer; `thinking` only when it was asked for; `repetition`, the worse of thinking and answer;
-    `model`, the clamped score of the reward model; `unfinished` when the completion did not end by itself.
+    `model`, the clamped score of the reward model; `unfinished` when the completion was cut off or calls a tool at its end.
 
     Args:
         turn: the parsed completion.
         open_thinking: whether the prompt opened a think block.
         model_score: score of the answer, None without a reward model.
-        truncated: whether the completion stopped at its length limit.
+        finished: whether the completion ended by itself without calling a tool.
         params: weights.
     """
     return {
@@ -27,7 +27,7 @@ def completion_rewards(
         "thinking": thinking_reward(turn, params) if open_thinking else 0.0,
         "repetition": -params.repetition * max(repetition(turn.answer), repetition(turn.thinking or "")),
         "model": model_reward(model_score, params),
-        "unfinished": -params.unfinished if truncated else 0.0,
+        "unfinished": 0.0 if finished else -params.unfinished,
     }
 
 

@@ -14,7 +14,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class RewardScorer(Protocol):
-    """Scores answers to conversations, about 0 on average and a few units wide; rewards clamp them."""
+    """Scores answers to conversations, higher is better. The scale is the model's own; rewards clamp it to +- `model_clip`."""
 
     def score(self, items: Sequence[tuple[Messages, str]]) -> list[float]:
         """One score per (messages up to the question, answer)."""

@@ -58,7 +58,7 @@ class CompletionScorer:
                 turn,
                 open_thinking=task.open_thinking,
                 model_score=score,
-                truncated=trajectory.stop is not StopReason.EOS,
+                finished=trajectory.stop is StopReason.EOS,
                 params=self.params,
             )
             total = total_reward(terms)
@@ -80,12 +80,9 @@ class EpisodeScorer:
         scored = []
         for place, (task, trajectory) in enumerate(zip(tasks, trajectories, strict=True)):
             terms = agent_rewards(
-                [turn.parsed for turn in trajectory.turns],
-                trajectory.tool_results,
+                trajectory,
                 gt=task.gt,
                 tools_offered=[tool["function"]["name"] for tool in task.tools or []],
-                open_thinking=task.open_thinking,
-                finished=trajectory.stop is StopReason.EOS,
                 model_score=scores.get(place),
                 params=self.params,
             )

@@ -95,7 +95,7 @@ class _Episode:
             stop=StopReason.CONTEXT,
             open_thinking=task.open_thinking,
         )
-        self._offered = [tool.get("function", tool)["name"] for tool in task.tools or []]
+        self._offered = [tool["function"]["name"] for tool in task.tools or []]
 
     @property
     def context(self) -> list[int]:

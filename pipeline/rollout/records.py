@@ -3,10 +3,11 @@
 Dimensions: N rows, L ids of one row, B sequences, T positions.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from torch import Tensor
 from pipeline.data.labels import IGNORED_LABEL
 from pipeline.text.turns import ParsedTurn
 from pipeline.tools.registry import ToolResult
+
+_TOOL_BLOCK = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)|<tool_response>.*?(?:</tool_response>|\Z)", re.DOTALL)
 
 
 class StopReason(StrEnum):
@@ -117,19 +120,6 @@ class Trajectory:
     stop: StopReason = StopReason.EOS
     open_thinking: bool = False
 
-    @classmethod
-    def from_completion(cls, prompt_ids: Sequence[int], completion: Completion, turn: Turn, *, open_thinking: bool) -> Self:
-        """The one-turn trajectory that a completion is; whether its text calls tools does not matter."""
-        return cls(
-            prompt_ids=list(prompt_ids),
-            ids=list(completion.ids),
-            sampled=[True] * len(completion.ids),
-            logprobs=list(completion.logprobs),
-            turns=[turn],
-            stop=completion.stop,
-            open_thinking=open_thinking,
-        )
-
     @property
     def num_sampled(self) -> int:
         """How many ids the policy wrote."""
@@ -137,8 +127,19 @@ class Trajectory:
 
     @property
     def final_answer(self) -> str:
-        """The last turn's text after its thinking; empty unless the trajectory ended by itself, for a cut answer is none."""
-        return self.turns[-1].parsed.answer if self.stop is StopReason.EOS else ""
+        """What the policy tells the user in the end, without tool results that it echoes or forges.
+
+        It stands in the last turn, after the thinking and the last `</tool_call>`. Empty unless the trajectory ended by itself,
+        for a cut answer is none.
+        """
+        if self.stop is not StopReason.EOS:
+            return ""
+        return without_tool_blocks(self.turns[-1].parsed.answer.rpartition("</tool_call>")[2]).strip()
+
+
+def without_tool_blocks(text: str) -> str:
+    """The text without tool calls and tool results; a block that is never closed reaches to the end."""
+    return _TOOL_BLOCK.sub(" ", text)
 
 
 def pad_trajectories(trajectories: Sequence[Trajectory], pad_id: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -195,10 +195,13 @@ def _ms(seconds: float) -> int:
 
 
 def _lines(path: Path, start: int, end: int) -> Iterator[dict[str, Any]]:
-    """The JSON lines between two byte positions; none when `end` lies before `start`."""
+    """The JSON lines between two byte positions; none when `end` lies before `start`.
+
+    What follows the last line's end is left out: a full disk or an end at once may have torn it.
+    """
     with path.open("rb") as file:
         file.seek(start)
-        yield from map(json.loads, file.read(max(0, end - start)).splitlines())
+        yield from map(json.loads, file.read(max(0, end - start)).split(b"\n")[:-1])
 
 
 def _batches(metrics: Iterable[Metric]) -> Iterator[list[Metric]]:

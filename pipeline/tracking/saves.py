@@ -4,7 +4,6 @@ A save counts once its sidecar exists, which is written last and names the state
 check one. A full disk or a kill therefore leaves the save before it as the newest.
 """
 
-import json
 import os
 import sys
 import zlib
@@ -79,8 +78,8 @@ def _check_loadable(value: Any, place: str) -> None:
 
 def newest_save(folder: RunFolder) -> dict[str, Any] | None:
     """The sidecar of the newest intact save; newer ones that are torn are removed with a warning on stderr."""
-    for leftover in folder.path.glob("*.tmp"):
-        leftover.unlink()
+    for leftover in folder.path.glob("state-*.tmp"):  # the feeder renames temporary files of its own at any time
+        leftover.unlink(missing_ok=True)
     for step in folder.commits():
         try:
             commit = read_json(folder.commit(step))
@@ -102,13 +101,19 @@ def read_save(folder: RunFolder, step: int) -> dict[str, Any]:
 
 
 def committed_sizes(folder: RunFolder) -> dict[str, int]:
-    """Sizes of metrics.jsonl and samples.jsonl at the newest save: what no resume can take back."""
+    """Sizes of metrics.jsonl and samples.jsonl at the newest save: what no resume can take back.
+
+    To be called from any process: a save that the trainer removes meanwhile, or a damaged one, counts as none.
+    """
+    sizes = {"metrics_bytes": 0, "samples_bytes": 0}
     for step in folder.commits():
         try:
-            return read_json(folder.commit(step))
-        except json.JSONDecodeError:
+            commit = read_json(folder.commit(step))
+        except ValueError:
             continue
-    return {"metrics_bytes": 0, "samples_bytes": 0}
+        if sizes.keys() <= commit.keys():
+            return {name: commit[name] for name in sizes}
+    return sizes
 
 
 def discard(folder: RunFolder, step: int) -> None:
