@@ -18,5 +18,5 @@ def read_yaml(path: Path) -> Any:
     """
     try:
         return YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
-    except (YAMLError, UnicodeDecodeError) as error:
+    except (YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ParamsError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None

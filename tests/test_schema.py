@@ -292,3 +292,12 @@ def test_the_embedded_world_passes_the_same_validation(root, tmp_path, set_name)
     rows = read_source(path, set_name)
     assert [row.line for row in rows] == list(range(1, 41))
     assert not any(untrainable(row.value, SET_KINDS[set_name]) for row in rows)
+
+
+@pytest.mark.parametrize("text", ["rows: [", "- a\n- b\n", "7", "[" * 5000])
+def test_a_recipe_that_is_none_is_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "world.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(DataError) as error:
+        read_source(path, "dpo")
+    assert len(error.value.lines) == 1 and error.value.lines[0].startswith(f"{path}: ")

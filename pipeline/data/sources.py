@@ -6,7 +6,7 @@ from typing import Any
 
 from pipeline.data.schema import SET_KINDS, Row, decode_json, normalise
 from pipeline.data.world import generate
-from pipeline.errors import DataError
+from pipeline.errors import DataError, ParamsError
 from pipeline.yaml_files import read_yaml
 
 MAX_LISTED_FAULTS = 50
@@ -40,7 +40,13 @@ def read_source(source: Path, set_name: str) -> list[Row]:
 
 
 def _recipe_values(source: Path, set_name: str) -> Iterator[tuple[int, Any]]:
-    return enumerate(generate(set_name, read_yaml(source)), start=1)
+    try:
+        recipe = read_yaml(source)
+    except ParamsError as error:
+        raise DataError(*error.lines) from None
+    if not isinstance(recipe, dict):
+        raise DataError(f"{source}: must be a recipe as data/world.yaml, a mapping; got {type(recipe).__name__}")
+    return enumerate(generate(set_name, recipe), start=1)
 
 
 def _file_values(source: Path, faults: list[str]) -> Iterator[tuple[int, Any]]:
