@@ -17,7 +17,8 @@ from pipeline.stage import stage_run
 from pipeline.text.tokenizer import load_tokenizer
 from pipeline.training.device import open_device
 from pipeline.training.policy_setup import open_engine, open_prompts, open_reward_model, open_rollout
-from pipeline.training.ppo_loop import PpoTask, total_steps, train_ppo
+from pipeline.training.ppo_loop import PpoTask, train_ppo
+from pipeline.training.rollouts import total_steps
 from pipeline.training.state import TrainState
 from pipeline.training.updater import Updater
 
@@ -50,7 +51,7 @@ def main() -> None:
         engine = open_engine(policy, tokenizer, device, max_rows=settings.batch_size)
         max_total_len = settings.max_prompt_len + settings.max_new_tokens
         rollout = open_rollout(engine, tokenizer, settings, max_turns=1, max_total_len=max_total_len)
-        task = PpoTask(state, policy, critic, reference, prompts, rollout, score, tokenizer.decode_all)
+        task = PpoTask(state, policy, reference, prompts, rollout, score, tokenizer.decode_all, tokenizer.pad_id, critic)
         summary = train_ppo(task, settings, device, run)
 
         # 4. Outputs

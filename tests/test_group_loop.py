@@ -1,7 +1,7 @@
 """The loop of grpo and agent over a tiny real model, a real engine and real prompts, with rewards that a script decides."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,21 +9,30 @@ import pytest
 import torch
 from tiny_runs import (
     CPU,
+    MOE,
+    ROLLOUT_KEYS,
     SAMPLING,
     Killed,
     MemoryRecorder,
+    RouterSpy,
+    SamplingRun,
+    Score,
     SpyUpdater,
     assert_bits_equal,
     assert_near,
+    even,
     make_model,
     make_set,
-    make_tokenizer,
     moments,
     one_module,
     prompts,
+    row_logprobs,
+    sets_fixture,
     snapshot,
+    tokenizer_fixture,
     twin_adamw,
     twin_step,
+    up_to,
     user,
 )
 from torch import Tensor
@@ -35,39 +44,15 @@ from pipeline.params.schema import Group, Rewards, Span
 from pipeline.rewards.scoring import CompletionScorer, EpisodeScorer, Scored
 from pipeline.rollout.episodes import run_episodes
 from pipeline.rollout.records import Completion, StopReason, Trajectory
-from pipeline.rollout.torch_engine import TorchRolloutEngine
 from pipeline.text.chat import ChatEncoder
 from pipeline.text.tokenizer import Tokenizer
 from pipeline.tools.registry import tool_schema
-from pipeline.training.group_loop import GroupTask, group_step, total_steps, train_group
-from pipeline.training.policy_setup import open_prompts, open_rollout
+from pipeline.training.group_loop import GroupTask, group_step, train_group
+from pipeline.training.policy_setup import open_prompts
+from pipeline.training.rollouts import micro_batches, total_steps
 
-Score = Callable[[Sequence[PromptTask], Sequence[Trajectory]], list[Scored]]
-RUN_KEYS = {
-    *(f"reward/{name}" for name in ("mean", "std", "min", "max", "term/even", "term/short")),
-    *(f"advantages/{name}" for name in ("mean", "std", "abs_max")),
-    *(f"policy/{name}" for name in ("loss", "approx_kl", "approx_kl_k1", "approx_kl_k3", "ref_kl", "ref_kl_k1", "clip_frac")),
-    *(f"policy/{name}" for name in ("ratio_max", "ratio_first_update", "entropy")),
-    *(f"rollout/{name}" for name in ("length_mean", "truncated_frac", "zero_std_frac", "all_good_frac", "all_bad_frac")),
-    *(f"rollout/{name}" for name in ("distinct_3gram", "logprob_diff_max", "tokens_per_s")),
-    *(f"stop/{reason.value}" for reason in StopReason),
-    *(f"time/{phase}_s" for phase in ("rollout", "scoring", "update", "step")),
-    *(f"train/{name}" for name in ("loss", "lr", "grad_norm", "tokens_seen", "skipped_steps")),
-    "memory/peak_bytes",
-}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
-def sets(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
-    """9 + 3 plain prompts."""
-    folder = tmp_path_factory.mktemp("sets")
-    make_set(folder, "rlaif", prompts(12), tokenizer)
-    return folder
+RUN_KEYS = ROLLOUT_KEYS | {f"rollout/{name}_frac" for name in ("zero_std", "all_good", "all_bad")} | {"train/zero_signal_steps"}
+tokenizer, sets = tokenizer_fixture, sets_fixture(rlaif=prompts(12))  # 9 + 3 prompts
 
 
 def make_settings(**changes: Any) -> Group:
@@ -83,53 +68,20 @@ def make_settings(**changes: Any) -> Group:
     return Group(**(SAMPLING | defaults | changes))
 
 
-def even(tasks: Sequence[PromptTask], trajectories: Sequence[Trajectory]) -> list[Scored]:
-    """Pays for even ids, and a little for stopping early."""
-    scored = []
-    for trajectory in trajectories:
-        ids = [token for token, sampled in zip(trajectory.ids, trajectory.sampled, strict=True) if sampled]
-        terms = {"even": sum(token % 2 == 0 for token in ids) / max(len(ids), 1), "short": -0.1 * len(ids)}
-        scored.append(Scored(sum(terms.values()), terms, terms["even"] > 0.5))
-    return scored
-
-
 def equal(tasks: Sequence[PromptTask], trajectories: Sequence[Trajectory]) -> list[Scored]:
     return [Scored(0.7, {"same": 0.7}, True) for _ in trajectories]
 
 
-class Run:
+class Run(SamplingRun):
     """A task with what tests look at: its updater, the trajectories it sampled, its warnings."""
 
-    def __init__(
-        self, sets: Path, tokenizer: Tokenizer, settings: Group, *, score: Score = even, max_total_len: int = 500, **model: Any
-    ) -> None:
-        shape = {"sharpness": 6.0, "dropout": 0.1} | model
-        self.policy = make_model(tokenizer, **shape)
-        self.reference = make_model(tokenizer, **shape).requires_grad_(False)
-        self.trajectories: list[list[Trajectory]] = []
-        self.warnings: list[str] = []
-        opened = open_prompts(sets / "prepared" / "rlaif", settings, tokenizer, 0.0, self.warnings.append)
-        state, self.updater = one_module(self.policy, settings, total_steps(settings, opened), "policy")
-        stop_ids = [tokenizer.eos_id, *range(40, 300, 9)]  # more ends than one, so that lengths differ
-        engine = TorchRolloutEngine(self.policy, stop_ids=stop_ids, pad_id=0, max_rows=64)
-        sample = open_rollout(engine, tokenizer, settings, max_turns=1, max_total_len=max_total_len)
-
-        def rollout(tasks: Sequence[PromptTask], keys: Sequence[int]) -> list[Trajectory]:
-            self.trajectories.append(sample(tasks, keys))
-            return self.trajectories[-1]
-
-        decode = tokenizer.decode_all
-        self.task = GroupTask(state, self.policy, self.reference, opened, rollout, score, decode, self.warnings.append)
+    def __init__(self, sets: Path, tokenizer: Tokenizer, settings: Group, *, score: Score = even, **changes: Any) -> None:
+        super().__init__(sets, tokenizer, settings, **changes)
+        state, self.updater = one_module(self.policy, settings, total_steps(settings, self.prompts), "policy")
+        self.task = GroupTask(**self.task_fields(state, score), warn=self.warnings.append)
 
     def gradients(self, update: int = 0) -> dict[str, Tensor]:
         return self.updater.gradients[update]
-
-
-def row_logprobs(model: CausalLM, trajectory: Trajectory, temperature: float) -> Tensor:
-    """Logprobs [L] of a trajectory's ids by one forward over this row alone."""
-    ids = torch.tensor([trajectory.prompt_ids + trajectory.ids])
-    logprobs = torch.log_softmax(model(ids[:, :-1])[0] / temperature, dim=-1).gather(1, ids[0, 1:, None])[:, 0]
-    return logprobs[len(trajectory.prompt_ids) - 1 :]
 
 
 def twin_loss(
@@ -180,18 +132,28 @@ def test_a_step_is_the_papers_formula(sets: Path, tokenizer: Tokenizer, loss: st
     assert advantages.shape == (12,) and float(advantages.view(3, 4).sum(dim=1).abs().max()) < 1e-5
 
     twin = make_model(tokenizer, sharpness=6.0)
-    optimizer = twin_adamw(twin, settings)
+    optimizer, losses, norms = twin_adamw(twin, settings), [], []
     for update in range(2):
         expected = twin_loss(twin, run.reference, trajectories, rewards, settings)
         expected.backward()
+        losses.append(float(expected.detach()))
         gradients = {name: p.grad.clone() for name, p in twin.named_parameters() if p.grad is not None}
         assert max(float(g.abs().max()) for g in gradients.values()) > 0.01
         assert_near(run.gradients(update), gradients, 2e-6)
+        norms.append(math.sqrt(sum(float(g.square().sum()) for g in gradients.values())))
+        with torch.no_grad():
+            log_ratio = torch.cat([row_logprobs(twin, t, 0.6) - torch.tensor(t.logprobs) for t in trajectories])
         twin_step(twin, optimizer, 0.002, settings.max_grad_norm)
-    assert metrics["policy/loss"] == pytest.approx(float(expected.detach()), abs=1e-5)  # of the last update
+    # means over both updates; the first one's ratios are 1
+    assert abs(losses[0] - losses[1]) > 1e-3 and abs(norms[0] - norms[1]) > 1e-3
+    assert metrics["policy/loss"] == metrics["train/loss"] == pytest.approx(sum(losses) / 2, abs=1e-5)
+    assert metrics["train/grad_norm"] == pytest.approx(sum(norms) / 2, rel=1e-5)
     assert metrics["policy/ratio_first_update"] == pytest.approx(1, abs=1e-5)
-    assert metrics["policy/approx_kl"] > 1e-4 and metrics["policy/clip_frac"] > 0  # the rollout's logprobs stay the old ones
-    assert metrics["policy/ratio_max"] > 1.1
+    assert metrics["policy/approx_kl"] == pytest.approx(0.5 * float(log_ratio.square().mean()) / 2, rel=1e-3)
+    assert (
+        metrics["policy/ratio_max"] == pytest.approx(float(log_ratio.exp().max()), rel=1e-4) and metrics["policy/ratio_max"] > 1.1
+    )
+    assert metrics["policy/clip_frac"] > 0  # the rollout's logprobs stay the old ones
 
 
 def test_the_first_update_is_on_policy_despite_temperature_and_dropout(sets: Path, tokenizer: Tokenizer) -> None:
@@ -227,6 +189,10 @@ def test_metrics_say_what_happened(sets: Path, tokenizer: Tokenizer) -> None:
         assert metrics["rollout/all_good_frac"] == pytest.approx(sum(goods) / 3)
         flat = [totals[group : group + 4].max() == totals[group : group + 4].min() for group in (0, 4, 8)]
         assert metrics["rollout/zero_std_frac"] == pytest.approx(sum(map(bool, flat)) / 3)
+        tokens = sum(t.num_sampled for t in trajectories)
+        assert metrics["train/tokens_per_s"] == pytest.approx(tokens / metrics["time/step_s"])
+        figures = {"loss": metrics["train/loss"], "reward": metrics["reward/mean"], "tokens_per_s": metrics["train/tokens_per_s"]}
+        assert recorder.shown[step - 1] == (step, figures)
     assert recorder.at(6)["train/tokens_seen"] == sum(t.num_sampled for part in run.trajectories for t in part)
     assert summary["train/tokens_seen"] == recorder.at(6)["train/tokens_seen"] and summary["train/steps"] == 6
     assert summary["reward/mean"] == pytest.approx(recorder.at(6)["reward/mean"])  # a tenth of 6 steps is the last one
@@ -234,7 +200,7 @@ def test_metrics_say_what_happened(sets: Path, tokenizer: Tokenizer) -> None:
 
     assert [step for step, _ in recorder.samples] == [1, 3, 5, 6]  # every second step and the last
     step, rows = recorder.samples[-1]
-    assert len(rows) == 2 * settings.group_size
+    assert len(rows) == 2 * settings.group_size and "step" not in rows[0]  # the recorder adds it
     for row, trajectory in zip(rows, run.trajectories[-1], strict=False):
         assert row["prompt"] == tokenizer.decode_all(trajectory.prompt_ids) and row["stop"] == trajectory.stop.value
         assert row["completion"] == tokenizer.decode_all(trajectory.ids)
@@ -265,15 +231,32 @@ def test_equal_rewards_without_kl_move_nothing(sets: Path, tokenizer: Tokenizer)
 
 
 def test_equal_rewards_with_kl_pull_towards_the_reference(sets: Path, tokenizer: Tokenizer) -> None:
+    """Steps without any signal are counted and warned of with a KL term too, but its pull goes on."""
     settings = make_settings(epochs=4, kl_coef=1.0, lr=2e-3)
     run, recorder = Run(sets, tokenizer, settings, score=equal), MemoryRecorder()
     with torch.no_grad():
         for number, parameter in enumerate(run.policy.parameters()):
             parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
-    train_group(run.task, settings, CPU, recorder)
+    summary = train_group(run.task, settings, CPU, recorder)
     start, end = (sum(recorder.at(step)["policy/ref_kl"] for step in steps) / 3 for steps in ((1, 2, 3), (10, 11, 12)))
     assert 0 < end < 0.8 * start
-    assert run.task.state.counters.get("zero_signal_steps", 0) == 0
+    assert len(run.updater.gradients) == 12 and recorder.at(12)["policy/loss"] > 0
+    assert [recorder.at(step)["train/zero_signal_steps"] for step in range(1, 13)] == list(range(1, 13))
+    assert summary["train/zero_signal_steps"] == 12
+    assert [warning.split()[0] for warning in run.warnings] == ["5", "10"]
+
+
+def test_steps_with_a_signal_start_the_row_anew(sets: Path, tokenizer: Tokenizer) -> None:
+    settings = make_settings(epochs=4)
+    run, recorder = Run(sets, tokenizer, settings), MemoryRecorder()
+
+    def score(tasks: Sequence[PromptTask], trajectories: Sequence[Trajectory]) -> list[Scored]:
+        return (even if len(run.trajectories) == 5 else equal)(tasks, trajectories)
+
+    run.task.score = score
+    summary = train_group(run.task, settings, CPU, recorder)
+    assert [recorder.at(step)["train/zero_signal_steps"] for step in (4, 5, 6, 12)] == [4, 4, 5, 11]
+    assert [warning.split()[0] for warning in run.warnings] == ["5"] and summary["train/zero_signal_steps"] == 11
 
 
 def test_a_rewarded_token_becomes_more_probable_and_the_reference_stays(sets: Path, tokenizer: Tokenizer) -> None:
@@ -315,14 +298,42 @@ def test_the_cut_into_micro_batches_changes_nothing(sets: Path, tokenizer: Token
 
 
 def test_routers_are_balanced_in_reinforcement_too(sets: Path, tokenizer: Tokenizer) -> None:
-    gates = []
+    gates, losses = [], []
     for coef in (0.0, 5.0):
-        settings = make_settings()
-        run = Run(sets, tokenizer, settings, use_moe=True, num_experts_per_tok=2, router_aux_loss_coef=coef)
+        settings = make_settings()  # micro-batches of 5, 5 and 2 rows
+        run = Run(sets, tokenizer, settings, **(MOE | {"router_aux_loss_coef": coef}))
+        spy = RouterSpy(run.policy)
         metrics, _, _ = group_step(run.task, settings, CPU, 0)
         assert metrics["policy/ratio_first_update"] == pytest.approx(1, abs=1e-4)  # taking statistics is no dropout
         gates.append(run.gradients()["model.layers.0.mlp.gate.weight"])
+        losses.append(metrics["policy/loss"])
+        lengths = sorted(len(t.prompt_ids) + len(t.ids) - 1 for t in run.trajectories[0])
+        parts = [up_to(lengths[start : start + 5]) for start in (0, 5, 10)]
+        assert len(spy.forwards) == 3 and any(not part.all() for part in parts)  # padding must not count
+        aux = coef * sum(spy.aux_loss(place, part) * len(part) / 12 for place, part in enumerate(parts))
+        assert metrics["moe/aux_loss"] == pytest.approx(aux, rel=1e-5, abs=1e-9)
+        load_max = max(spy.load_max(place, part) for place, part in enumerate(parts))
+        assert metrics["moe/expert_load_max"] == pytest.approx(load_max, abs=1e-6)
+        assert metrics["train/loss"] == pytest.approx(metrics["policy/loss"] + metrics["moe/aux_loss"], abs=1e-5)
     assert float((gates[0] - gates[1]).abs().max()) > 1e-3
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)  # the policy's loss alone
+
+
+def test_rows_are_filled_with_the_pad_id(sets: Path, tokenizer: Tokenizer) -> None:
+    """Any id does: nothing that is trained or logged depends on it."""
+    gradients, logged = [], []
+    for pad_id in (0, 7):
+        settings = make_settings()
+        run = Run(sets, tokenizer, settings, pad_id=pad_id, **MOE)
+        metrics, _, _ = group_step(run.task, settings, CPU, 0)
+        gradients.append(run.gradients())
+        logged.append({name: value for name, value in metrics.items() if name.startswith(("policy/", "moe/", "train/"))})
+        (trajectories,) = run.trajectories
+        for batch in micro_batches(trajectories, range(12), 12, run.task.pad_id, CPU):
+            padding = ~up_to([len(trajectories[row].prompt_ids) + len(trajectories[row].ids) - 1 for row in batch.rows])
+            assert padding.any() and batch.input_ids[padding].unique().tolist() == [pad_id]
+    assert_near(gradients[1], gradients[0])
+    assert logged[1] == pytest.approx(logged[0], abs=1e-6)
 
 
 def test_prompts_that_leave_no_room_count_as_bad_luck(sets: Path, tokenizer: Tokenizer) -> None:
@@ -469,7 +480,7 @@ def test_agent_trains_on_what_the_policy_wrote_and_not_on_what_tools_said(tmp_pa
         return kept
 
     score = EpisodeScorer(REWARDS, Fixed(0.0))
-    task = GroupTask(state, policy, reference, opened, rollout, score, tokenizer.decode_all, lambda line: None)
+    task = GroupTask(state, policy, reference, opened, rollout, score, tokenizer.decode_all, tokenizer.pad_id, print)
     metrics, collected, _ = group_step(task, settings, CPU, 0)
     assert isinstance(updater, SpyUpdater) and len(kept) == 12
     assert all(False in t.sampled and t.sampled[-1] and len(t.turns) == 2 for t in kept)

@@ -95,10 +95,24 @@ def test_nothing_wanted_gives_zeros_with_zero_gradients() -> None:
 
 
 def test_low_precision_hidden_states_give_fp32_logprobs() -> None:
-    hidden, weight, labels = inputs()
-    logprobs, entropy = token_logprobs(hidden.to(torch.bfloat16), weight, labels)
+    """Hidden states, weight and logits are rounded to bf16, the softmax over them is fp32."""
+    generator = torch.Generator().manual_seed(0)
+    # Magnitudes in [1, 2): products of such bf16 numbers add up exactly in fp32, so no order of summation shows.
+    hidden, weight = (
+        torch.rand(*shape, generator=generator).add(1) * torch.randint(0, 2, shape, generator=generator).mul(2).sub(1)
+        for shape in ((B, T, D), (V, D))
+    )
+    labels = inputs()[2]
+    logprobs, entropy = token_logprobs(hidden.bfloat16(), weight, labels, temperature=0.7)
     assert logprobs.dtype == entropy.dtype == torch.float32
-    torch.testing.assert_close(logprobs, naive(hidden, weight, labels, 1.0)[0], atol=0.1, rtol=0.05)
+
+    logits = (hidden.bfloat16().float() @ weight.bfloat16().float().T).bfloat16().float()
+    expected = naive(logits, torch.eye(V), labels, 0.7)
+    torch.testing.assert_close(logprobs, expected[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(entropy, expected[1], atol=1e-5, rtol=0)
+    for exact in (hidden.bfloat16().float() @ weight.bfloat16().float().T, (hidden @ weight.T).bfloat16().float()):
+        # without one of the roundings it would be something else
+        assert float((naive(exact, torch.eye(V), labels, 0.7)[0] - logprobs).abs().max()) > 1e-3
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 1000])

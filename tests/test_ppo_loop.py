@@ -1,7 +1,7 @@
 """The loop of ppo over tiny real models, a real engine and real prompts, with rewards that a script decides."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,20 +9,28 @@ import pytest
 import torch
 from tiny_runs import (
     CPU,
+    MOE,
+    ROLLOUT_KEYS,
     SAMPLING,
     Killed,
     MemoryRecorder,
+    RouterSpy,
+    SamplingRun,
+    Score,
     SpyUpdater,
     assert_bits_equal,
     assert_near,
+    even,
     make_model,
-    make_set,
-    make_tokenizer,
     moments,
     prompts,
+    row_logprobs,
+    sets_fixture,
     snapshot,
+    tokenizer_fixture,
     twin_adamw,
     twin_step,
+    up_to,
 )
 from torch import Tensor
 
@@ -32,48 +40,22 @@ from pipeline.model.heads import ValueModel
 from pipeline.params.schema import Ppo
 from pipeline.rewards.scoring import Scored
 from pipeline.rollout.records import StopReason, Trajectory
-from pipeline.rollout.torch_engine import TorchRolloutEngine
 from pipeline.text.tokenizer import Tokenizer
-from pipeline.training.policy_setup import open_prompts, open_rollout
 from pipeline.training.ppo_loop import (
     Experience,
     PpoTask,
     estimate,
     gather_rows,
     last_token_rewards,
+    mini_batches,
     ppo_step,
-    total_steps,
     train_ppo,
 )
-from pipeline.training.rollouts import MicroBatch, collect
+from pipeline.training.rollouts import MicroBatch, collect, total_steps
 from pipeline.training.state import TrainState
 
-Score = Callable[[Sequence[PromptTask], Sequence[Trajectory]], list[Scored]]
-RUN_KEYS = {
-    *(f"reward/{name}" for name in ("mean", "std", "min", "max", "term/even")),
-    *(f"advantages/{name}" for name in ("mean", "std", "abs_max")),
-    *(f"policy/{name}" for name in ("loss", "approx_kl", "approx_kl_k1", "approx_kl_k3", "ref_kl", "ref_kl_k1", "clip_frac")),
-    *(f"policy/{name}" for name in ("ratio_max", "ratio_first_update", "entropy")),
-    *(f"value/{name}" for name in ("loss", "explained_variance", "clip_frac", "lr", "grad_norm")),
-    *(f"rollout/{name}" for name in ("length_mean", "truncated_frac", "distinct_3gram", "logprob_diff_max", "tokens_per_s")),
-    *(f"stop/{reason.value}" for reason in StopReason),
-    *(f"time/{phase}_s" for phase in ("rollout", "scoring", "update", "step")),
-    *(f"train/{name}" for name in ("loss", "lr", "grad_norm", "tokens_seen", "skipped_steps")),
-    "memory/peak_bytes",
-}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
-def sets(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
-    """18 + 6 plain prompts."""
-    folder = tmp_path_factory.mktemp("sets")
-    make_set(folder, "rlaif", prompts(24), tokenizer)
-    return folder
+RUN_KEYS = ROLLOUT_KEYS | {f"value/{name}" for name in ("loss", "explained_variance", "clip_frac", "lr", "grad_norm")}
+tokenizer, sets = tokenizer_fixture, sets_fixture(rlaif=prompts(24))  # 18 + 6 prompts
 
 
 def make_settings(**changes: Any) -> Ppo:
@@ -93,40 +75,20 @@ def make_settings(**changes: Any) -> Ppo:
     return Ppo(**(SAMPLING | defaults | changes))
 
 
-def even(tasks: Sequence[PromptTask], trajectories: Sequence[Trajectory]) -> list[Scored]:
-    shares = [sum(token % 2 == 0 for token in t.ids) / max(len(t.ids), 1) for t in trajectories]
-    return [Scored(share, {"even": share}, share > 0.5) for share in shares]
-
-
-class Run:
+class Run(SamplingRun):
     """A task with what tests look at: both updaters and the trajectories it sampled."""
 
-    def __init__(
-        self, sets: Path, tokenizer: Tokenizer, settings: Ppo, *, score: Score = even, max_total_len: int = 500, **model: Any
-    ) -> None:
-        shape = {"sharpness": 6.0, "dropout": 0.1} | model
-        self.policy = make_model(tokenizer, **shape)
+    def __init__(self, sets: Path, tokenizer: Tokenizer, settings: Ppo, *, score: Score = even, **changes: Any) -> None:
+        super().__init__(sets, tokenizer, settings, **changes)
         self.critic = ValueModel.from_causal_lm(self.policy, seed=4)
         with torch.no_grad():
             self.critic.score.weight *= 5.0  # values that matter from the start
-        self.reference = make_model(tokenizer, **shape).requires_grad_(False)
-        self.trajectories: list[list[Trajectory]] = []
-        opened = open_prompts(sets / "prepared" / "rlaif", settings, tokenizer, 0.0, print)
-        steps = total_steps(settings, opened)
+        steps = total_steps(settings, self.prompts)
         self.updater = SpyUpdater(self.policy, settings, total_steps=steps)
         self.critic_updater = SpyUpdater(self.critic, settings, total_steps=steps, lr=settings.critic_lr)
         updaters = {"policy": self.updater, "critic": self.critic_updater}
         state = TrainState({"policy": self.policy, "critic": self.critic}, updaters)
-        stop_ids = [tokenizer.eos_id, *range(40, 300, 9)]  # more ends than one, so that lengths differ
-        engine = TorchRolloutEngine(self.policy, stop_ids=stop_ids, pad_id=0, max_rows=64)
-        sample = open_rollout(engine, tokenizer, settings, max_turns=1, max_total_len=max_total_len)
-
-        def rollout(tasks: Sequence[PromptTask], keys: Sequence[int]) -> list[Trajectory]:
-            self.trajectories.append(sample(tasks, keys))
-            return self.trajectories[-1]
-
-        decode = tokenizer.decode_all
-        self.task = PpoTask(state, self.policy, self.critic, self.reference, opened, rollout, score, decode)
+        self.task = PpoTask(**self.task_fields(state, score), critic=self.critic)
 
     def everything(self) -> dict[str, Tensor]:
         """Copies of all weights and moments."""
@@ -139,12 +101,6 @@ def row_values(critic: ValueModel, trajectory: Trajectory) -> Tensor:
     """Values [L] before each sampled id, by one forward over this row alone."""
     ids = torch.tensor([trajectory.prompt_ids + trajectory.ids])
     return critic(ids[:, :-1])[0, len(trajectory.prompt_ids) - 1 :]
-
-
-def row_logprobs(model: Any, trajectory: Trajectory, temperature: float) -> Tensor:
-    ids = torch.tensor([trajectory.prompt_ids + trajectory.ids])
-    logprobs = torch.log_softmax(model(ids[:, :-1])[0] / temperature, dim=-1).gather(1, ids[0, 1:, None])[:, 0]
-    return logprobs[len(trajectory.prompt_ids) - 1 :]
 
 
 def twin_gae(reward: float, values: list[float], gamma: float, gae_lambda: float) -> tuple[list[float], list[float]]:
@@ -197,7 +153,8 @@ def test_a_step_is_the_papers_formula(sets: Path, tokenizer: Tokenizer) -> None:
     explained = 1 - float((returns - before).var(correction=0) / returns.var(correction=0))
     assert metrics["value/explained_variance"] == pytest.approx(explained, abs=1e-5)
 
-    optimizers = twin_adamw(twin, settings), twin_adamw(critic, settings)
+    optimizers, losses = (twin_adamw(twin, settings), twin_adamw(critic, settings)), []
+    log_ratios, far = [], []
     for update in range(2):
         logprobs = torch.cat([row_logprobs(twin, t, 0.6) for t in trajectories])
         ratio = (logprobs - old_logprobs).exp()
@@ -208,16 +165,23 @@ def test_a_step_is_the_papers_formula(sets: Path, tokenizer: Tokenizer) -> None:
         squares = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
         policy_loss, value_loss = tokens.mean(), 0.5 * squares.mean()
         (policy_loss + 0.7 * value_loss).backward()
+        losses.append((float(policy_loss.detach()), float(value_loss.detach())))
+        log_ratios.append((logprobs - old_logprobs).detach())
+        far.append(float(((values - before).abs() > 0.05).float().mean()))
         assert_near(run.updater.gradients[update], {name: p.grad.clone() for name, p in twin.named_parameters()}, 1e-5)
         assert_near(run.critic_updater.gradients[update], {name: p.grad.clone() for name, p in critic.named_parameters()}, 1e-5)
         twin_step(twin, optimizers[0], 0.002, 1.0)
         twin_step(critic, optimizers[1], 0.004, 1.0)
-    assert metrics["policy/loss"] == pytest.approx(float(policy_loss.detach()), abs=1e-5)
-    assert metrics["value/loss"] == pytest.approx(float(value_loss.detach()), abs=1e-5)
-    assert metrics["train/loss"] == pytest.approx(float(policy_loss.detach() + 0.7 * value_loss.detach()), abs=1e-5)
-    assert metrics["policy/approx_kl"] == pytest.approx(0.5 * float((logprobs - old_logprobs).detach().square().mean()), rel=1e-3)
+    # means over both passes; the first one's ratios are 1
+    policy_loss, value_loss = (sum(pair) / 2 for pair in zip(*losses, strict=True))
+    assert abs(losses[0][0] - losses[1][0]) > 1e-3 and abs(losses[0][1] - losses[1][1]) > 1e-3
+    assert metrics["policy/loss"] == pytest.approx(policy_loss, abs=1e-5)
+    assert metrics["value/loss"] == pytest.approx(value_loss, abs=1e-5)
+    assert metrics["train/loss"] == pytest.approx(policy_loss + 0.7 * value_loss, abs=1e-5)
+    assert metrics["policy/approx_kl"] == pytest.approx(0.5 * float(torch.cat(log_ratios).square().mean()), rel=1e-3)
+    assert metrics["policy/ratio_max"] == pytest.approx(float(torch.cat(log_ratios).exp().max()), rel=1e-4)
     assert metrics["policy/ratio_first_update"] == pytest.approx(1, abs=1e-5) and metrics["policy/clip_frac"] > 0
-    assert metrics["value/clip_frac"] == pytest.approx(float(((values - before).abs() > 0.05).float().mean()))
+    assert far[0] != far[1] and metrics["value/clip_frac"] == pytest.approx(sum(far) / 2)
 
 
 def test_rewards_stand_at_the_last_sampled_token() -> None:
@@ -276,8 +240,14 @@ def test_mini_batches_use_every_row_once_a_pass(sets: Path, tokenizer: Tokenizer
         make_settings(mini_batch_size=size, updates_per_rollout=2, lr=1e-12, critic_lr=1e-12, kl_coef=0.0) for size in (4, 6)
     )
     cut, uncut = Run(sets, tokenizer, small), Run(sets, tokenizer, whole)
-    ppo_step(cut.task, small, CPU, 0)
-    ppo_step(uncut.task, whole, CPU, 0)
+    metrics, _, _ = ppo_step(cut.task, small, CPU, 0)
+    expected, _, _ = ppo_step(uncut.task, whole, CPU, 0)
+    # so are the logged means: mini-batches weigh by their tokens, in gradient norms alike
+    kept = [name for name in expected if name.startswith(("policy/", "value/", "train/loss")) and "grad_norm" not in name]
+    assert len(kept) > 10 and {n: metrics[n] for n in kept} == pytest.approx({n: expected[n] for n in kept}, abs=1e-5)
+    for key, updater in (("train/grad_norm", cut.updater), ("value/grad_norm", cut.critic_updater)):
+        norms = [math.sqrt(sum(float(g.square().sum()) for g in gradients.values())) for gradients in updater.gradients]
+        assert max(norms) - min(norms) > 1e-3 and metrics[key] == pytest.approx(sum(norms) / 4, rel=1e-5)
     lengths = [t.num_sampled for t in cut.trajectories[0]]
     passes, name = [], "model.embed_tokens.weight"
     for first, second in ((0, 1), (2, 3)):
@@ -295,6 +265,41 @@ def test_mini_batches_use_every_row_once_a_pass(sets: Path, tokenizer: Tokenizer
     assert not torch.allclose(passes[0], passes[1], atol=1e-4)  # another order in the second pass
 
 
+def test_both_models_routers_are_balanced(sets: Path, tokenizer: Tokenizer) -> None:
+    """Two mini-batches of two micro-batches each, of ragged rows: the balance losses of policy and critic by hand."""
+    settings = make_settings(mini_batch_size=4, micro_batch_size=2, lr=1e-12, critic_lr=1e-12)
+    logged, gates = [], []
+    for coef in (0.0, 5.0):
+        run = Run(sets, tokenizer, settings, **(MOE | {"router_aux_loss_coef": coef}))
+        spies = RouterSpy(run.policy), RouterSpy(run.critic)
+        metrics, _, _ = ppo_step(run.task, settings, CPU, 0)
+        (collected,) = run.trajectories
+        aux, loads, ragged = 0.0, [], False
+        forward = [0, 3]  # the critic's first three forwards gave the old values
+        for chosen in mini_batches(
+            sorted(range(6), key=lambda row: len(collected[row].prompt_ids) + len(collected[row].ids)), settings, 0
+        ):
+            ordered = sorted(chosen, key=lambda row: len(collected[row].prompt_ids) + len(collected[row].ids))
+            num_tokens = sum(collected[row].num_sampled for row in chosen)
+            for start in range(0, len(ordered), 2):
+                part = ordered[start : start + 2]
+                visible = up_to([len(collected[row].prompt_ids) + len(collected[row].ids) - 1 for row in part])
+                ragged |= not bool(visible.all())
+                for which, spy in enumerate(spies):
+                    aux += coef * spy.aux_loss(forward[which], visible) * len(part) / len(chosen) * num_tokens
+                    loads.append(spy.load_max(forward[which], visible))
+                    forward[which] += 1
+        assert ragged and [len(spy.forwards) for spy in spies] == forward == [3, 6]
+        assert metrics["moe/aux_loss"] == pytest.approx(aux / sum(t.num_sampled for t in collected), rel=1e-5, abs=1e-9)
+        assert metrics["moe/expert_load_max"] == pytest.approx(max(loads), abs=1e-6)
+        total = metrics["policy/loss"] + settings.vf_coef * metrics["value/loss"] + metrics["moe/aux_loss"]
+        assert metrics["train/loss"] == pytest.approx(total, abs=1e-5)
+        logged.append({name: metrics[name] for name in ("policy/loss", "value/loss")})
+        gates.append([u.gradients[0]["model.layers.0.mlp.gate.weight"] for u in (run.updater, run.critic_updater)])
+    assert logged[0] == pytest.approx(logged[1], abs=1e-6)  # both without the balance loss
+    assert all(float((gates[0][which] - gates[1][which]).abs().max()) > 1e-3 for which in (0, 1))
+
+
 def test_an_early_stop_leaves_everything_as_it_is(sets: Path, tokenizer: Tokenizer) -> None:
     """The second pass sees a KL beyond the threshold: the step ends as if it had never been asked for."""
     single, stopping = (make_settings(updates_per_rollout=n, early_stop_kl=1e-8, epochs=2, lr=0.01) for n in (1, 5))
@@ -302,7 +307,8 @@ def test_an_early_stop_leaves_everything_as_it_is(sets: Path, tokenizer: Tokeniz
     for step in range(3):
         ppo_step(one.task, single, CPU, step)
         metrics, _, _ = ppo_step(stopped.task, stopping, CPU, step)
-        assert metrics["policy/approx_kl"] > 1e-8 and metrics["train/early_stops"] == step + 1
+        assert metrics["policy/approx_kl_at_stop"] > 1e-8 > metrics["policy/approx_kl"]  # of what was applied
+        assert metrics["train/early_stops"] == step + 1
         assert metrics["train/lr"] == pytest.approx(stopped.updater.lr_at(step))
         assert_bits_equal(stopped.everything(), one.everything())
         assert len(stopped.updater.gradients) == len(stopped.critic_updater.gradients) == step + 1
@@ -312,6 +318,27 @@ def test_an_early_stop_leaves_everything_as_it_is(sets: Path, tokenizer: Tokeniz
     stopped = Run(sets, tokenizer, parts)
     ppo_step(stopped.task, parts, CPU, 0)
     assert len(stopped.updater.gradients) == 1  # not even the rest of the pass
+
+
+def test_a_stop_before_anything_was_applied(sets: Path, tokenizer: Tokenizer) -> None:
+    """A sampler that disagrees with the trainer: the step says so, and leaves everything as it is."""
+    settings = make_settings(early_stop_kl=0.01)
+    run = Run(sets, tokenizer, settings)
+    sample = run.task.rollout
+
+    def other(tasks: Sequence[PromptTask], keys: Sequence[int]) -> list[Trajectory]:
+        trajectories = sample(tasks, keys)
+        for trajectory in trajectories:
+            trajectory.logprobs = [logprob - 0.5 for logprob in trajectory.logprobs]
+        return trajectories
+
+    run.task.rollout = other
+    before = run.everything()
+    metrics, _, _ = ppo_step(run.task, settings, CPU, 0)
+    assert_bits_equal(run.everything(), before)
+    assert metrics["policy/approx_kl_at_stop"] == pytest.approx(0.125, abs=1e-4) and "policy/approx_kl" not in metrics
+    assert metrics["rollout/logprob_diff_max"] == pytest.approx(0.5, abs=1e-4)
+    assert metrics["policy/ratio_first_update"] == pytest.approx(math.exp(0.5), abs=1e-3)
 
 
 def test_critic_warm_up_moves_the_critic_alone(sets: Path, tokenizer: Tokenizer) -> None:
@@ -349,6 +376,10 @@ def test_metrics_say_what_happened(sets: Path, tokenizer: Tokenizer) -> None:
         )
         assert metrics["policy/ratio_first_update"] == pytest.approx(1, abs=1e-4)
         assert metrics["rollout/logprob_diff_max"] < 1e-4
+        tokens = sum(t.num_sampled for t in run.trajectories[step - 1])
+        assert metrics["train/tokens_per_s"] == pytest.approx(tokens / metrics["time/step_s"])
+        figures = {"loss": metrics["train/loss"], "reward": metrics["reward/mean"], "tokens_per_s": metrics["train/tokens_per_s"]}
+        assert recorder.shown[step - 1] == (step, figures)
     assert abs(recorder.at(1)["policy/ref_kl"]) < 1e-6 < recorder.at(6)["policy/ref_kl"]
     assert_bits_equal(snapshot(run.reference), reference)
     assert summary["train/tokens_seen"] == sum(t.num_sampled for part in run.trajectories for t in part)

@@ -12,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from tiny_runs import (
     CPU,
+    MOE,
     OPTIMIZER,
     Killed,
     MemoryRecorder,
+    RouterSpy,
     SpyUpdater,
     assert_bits_equal,
     assert_near,
@@ -22,13 +24,15 @@ from tiny_runs import (
     documents,
     make_model,
     make_set,
-    make_tokenizer,
     moments,
     one_module,
     pairs,
+    sets_fixture,
     snapshot,
+    tokenizer_fixture,
     twin_adamw,
     twin_step,
+    up_to,
 )
 from torch import Tensor
 
@@ -49,19 +53,8 @@ from pipeline.training.supervised import SupervisedTask, total_steps, train_supe
 Rows = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
-def sets(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
-    """Encoded and prepared sets: 10 + 3 documents and chats, 12 + 4 pairs."""
-    folder = tmp_path_factory.mktemp("sets")
-    make_set(folder, "pretrain", documents(13), tokenizer)
-    make_set(folder, "full_sft", chats(13), tokenizer)
-    make_set(folder, "dpo", pairs(16), tokenizer)
-    return folder
+tokenizer = tokenizer_fixture
+sets = sets_fixture(pretrain=documents(13), full_sft=chats(13), dpo=pairs(16))  # 10 + 3 documents and chats, 12 + 4 pairs
 
 
 def make_settings(**changes: Any) -> Supervised:
@@ -174,7 +167,9 @@ def test_the_loss_falls_and_the_record_is_complete(sets: Path, tokenizer: Tokeni
     assert summary["val/loss_start"] == pytest.approx(math.log(tokenizer.vocab_size), rel=0.05)  # nothing known yet
     assert summary["val/loss"] < 0.8 * summary["val/loss_start"]
     assert [step for step, metrics in recorder.lines if "val/loss" in metrics] == [0, 10, 20, 30]
-    assert recorder.samples == [(step, [{"step": step, "prompt": "p"}]) for step in (0, 10, 20, 30)]
+    assert recorder.samples == [(step, [{"prompt": "p"}]) for step in (0, 10, 20, 30)]
+    loss, speed = recorder.at(7)["train/loss"], recorder.at(7)["train/tokens_per_s"]
+    assert recorder.shown[6] == (7, {"loss": loss, "tokens_per_s": speed})
     names = {"loss", "lr", "grad_norm", "tokens_per_s", "tokens_seen", "skipped_steps"}
     assert {f"train/{name}" for name in names} | {"time/step_s", "memory/peak_bytes"} == set(recorder.at(7))
     tail = [recorder.at(step)["train/loss"] for step in (28, 29, 30)]
@@ -200,11 +195,11 @@ def test_batches_without_finite_loss_are_skipped_and_named(sets: Path, tokenizer
     assert_bits_equal(snapshot(task.state.modules["model"]), before)
 
 
-Make = Callable[[Path, Tokenizer, Supervised], SupervisedTask]
+Make = Callable[..., SupervisedTask]
 
 
-def make_language(sets: Path, tokenizer: Tokenizer, settings: Supervised) -> SupervisedTask:
-    model = make_model(tokenizer, dropout=0.1)
+def make_language(sets: Path, tokenizer: Tokenizer, settings: Supervised, **shape: Any) -> SupervisedTask:
+    model = make_model(tokenizer, **({"dropout": 0.1} | shape))
     chat = {"name": "full_sft", "system_prompt_frac": 0.5, "drop_empty_think_frac": 0.5, "batch_size": 4}
     return language_task(sets, tokenizer, settings, model, **chat)[0]
 
@@ -215,16 +210,17 @@ def make_lora(sets: Path, tokenizer: Tokenizer, settings: Supervised) -> Supervi
     return language_task(sets, tokenizer, settings, model, name="full_sft", batch_size=4)[0]
 
 
-def make_dpo(sets: Path, tokenizer: Tokenizer, settings: Supervised, dropout: float = 0.1) -> SupervisedTask:
-    model, reference = make_model(tokenizer, dropout=dropout), make_model(tokenizer, dropout=dropout).requires_grad_(False)
+def make_dpo(sets: Path, tokenizer: Tokenizer, settings: Supervised, **shape: Any) -> SupervisedTask:
+    model, reference = (make_model(tokenizer, **({"dropout": 0.1} | shape)) for _ in range(2))
+    reference.requires_grad_(False)
     train = open_pairs(sets, tokenizer, "train", drop_empty_think_frac=0.5)
     state, _ = one_module(model, settings, total_steps(settings, train))
     objective = DirectPreference(model, reference, CPU, beta=0.5)
     return SupervisedTask(state, objective, train, open_pairs(sets, tokenizer, "held_out"), "dpo", lambda: [])
 
 
-def make_reward(sets: Path, tokenizer: Tokenizer, settings: Supervised, dropout: float = 0.1) -> SupervisedTask:
-    model = RewardModel.from_causal_lm(make_model(tokenizer, dropout=dropout), seed=1)
+def make_reward(sets: Path, tokenizer: Tokenizer, settings: Supervised, **shape: Any) -> SupervisedTask:
+    model = RewardModel.from_causal_lm(make_model(tokenizer, **({"dropout": 0.1} | shape)), seed=1)
     train = open_pairs(sets, tokenizer, "train")
     state, _ = one_module(model, settings, total_steps(settings, train))
     held_out = open_pairs(sets, tokenizer, "held_out")
@@ -355,19 +351,30 @@ def test_reward_scores_separate_and_are_standardised(sets: Path, tokenizer: Toke
     assert sorted(scores) == pytest.approx(expected, abs=1e-5)
 
 
-def test_router_balance_is_trained_where_there_are_experts(sets: Path, tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("make", [make_language, make_dpo, make_reward])
+def test_router_balance_is_trained_where_there_are_experts(sets: Path, tokenizer: Tokenizer, make: Make) -> None:
+    """A window of two ragged micro-batches, against what its routers decided: each weighs by its tokens, or its pairs."""
     settings = make_settings(accumulation_steps=2)
-    gates = {}
+    gates, logged = {}, {}
     for coef in (0.0, 1.0):
-        model = make_model(tokenizer, use_moe=True, num_experts_per_tok=2, router_aux_loss_coef=coef)
-        task, updater = language_task(sets, tokenizer, settings, model)
+        task = make(sets, tokenizer, settings, dropout=0.0, **(MOE | {"router_aux_loss_coef": coef}))
+        model = task.state.modules["model"]
+        spy = RouterSpy(model)
         model.train()
         metrics = train_window(task, settings, CPU, 0)
-        gates[coef] = updater.gradients[0]["model.layers.0.mlp.gate.weight"]
-        assert 0.25 <= metrics["moe/expert_load_max"] <= 1.0
-        assert metrics["moe/aux_loss"] == pytest.approx(2 * 2 * coef, rel=0.3)  # 2 layers x top-2, nearly balanced at the start
-        assert "val/aux_loss" not in validate(task)
+        batches = [task.train.batch(0, index) for index in (0, 1)]
+        visible = [up_to([int((labels != -100).nonzero().max()) + 1 for labels in batch.labels]) for batch in batches]
+        counts = [task.objective.count(batch) for batch in batches]
+        assert len(spy.forwards) == 2 and not all(part.all() for part in visible)  # padding must not count
+        aux = coef * sum(spy.aux_loss(place, visible[place]) * counts[place] for place in (0, 1)) / sum(counts)
+        assert metrics["moe/aux_loss"] == pytest.approx(aux, rel=1e-5, abs=1e-9)
+        load_max = max(spy.load_max(place, visible[place]) for place in (0, 1))
+        assert metrics["moe/expert_load_max"] == pytest.approx(load_max, abs=1e-6)
+        gates[coef] = task.state.updaters["model"].gradients[0]["model.layers.0.mlp.gate.weight"]
+        logged[coef] = metrics["train/loss"] - metrics["moe/aux_loss"]
+        assert not {"val/aux_loss", "val/expert_load_max"} & set(validate(task))
     assert not torch.allclose(gates[0.0], gates[1.0], atol=1e-6)
+    assert logged[0.0] == pytest.approx(logged[1.0], abs=1e-5)  # `train/loss` is all that is minimised
 
 
 def test_document_openings_hold_no_padding(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -399,5 +406,10 @@ def test_panels_show_prompts_that_fit(sets: Path, tokenizer: Tokenizer) -> None:
     objective = RewardModelling(RewardModel.from_causal_lm(model, seed=1).eval(), CPU)
     batch = next(open_pairs(sets, tokenizer, "held_out").in_order())
     table = scored_panel(objective, batch, tokenizer.decode_all)()
-    assert len(table) == 4 and all("stone" in row["chosen"] and "wind" in row["rejected"] for row in table)
+    lengths = [int((labels != -100).nonzero().max()) + 1 for labels in batch.labels]
+    shown = [row[side] for side in ("chosen", "rejected") for row in table]
+    assert shown == [tokenizer.decode_all(ids[:n].tolist()) for ids, n in zip(batch.input_ids, lengths, strict=True)]
+    assert (
+        len(set(lengths)) > 1 and len(table) == 4 and all("stone" in row["chosen"] and "wind" in row["rejected"] for row in table)
+    )
     assert all(row["margin"] == pytest.approx(row["chosen_score"] - row["rejected_score"], abs=1e-6) for row in table)

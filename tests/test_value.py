@@ -45,7 +45,7 @@ def test_gae_whitening_and_value_loss_equal_the_reference_figures() -> None:
     advantages, returns = gae(rewards, tensors["old_values"], mask, gamma=data["gamma"], gae_lambda=data["gae_lambda"])
     torch.testing.assert_close(advantages, tensors["advantages_masked"], atol=1e-12, rtol=0)
     torch.testing.assert_close(returns, tensors["returns_masked"], atol=1e-12, rtol=0)
-    torch.testing.assert_close(whiten(advantages, mask), tensors["whitened"], atol=1e-12, rtol=0)
+    torch.testing.assert_close(whiten(advantages[mask]), tensors["whitened"][mask], atol=1e-12, rtol=0)
     loss, _ = value_loss(
         tensors["values"],
         tensors["old_values"],
@@ -105,11 +105,11 @@ def test_empty_rows_and_masks() -> None:
     nothing = torch.zeros(2, 3, dtype=torch.bool)
     advantages, returns = gae(torch.ones(2, 3), torch.ones(2, 3), nothing, gamma=1.0, gae_lambda=0.9)
     assert (advantages == 0).all() and (returns == 0).all()
-    assert (whiten(torch.full((2, 3), math.nan), nothing) == 0).all()
+    assert whiten(torch.zeros(0)).shape == (0,)
     values = torch.ones(2, 3, requires_grad=True)
     loss, _ = value_loss(values, torch.ones(2, 3), torch.ones(2, 3), nothing, value_clip_eps=0.2, num_tokens=0)
     assert loss.item() == 0 and (torch.autograd.grad(loss, values)[0] == 0).all()
-    assert explained_variance(torch.ones(2, 3), torch.ones(2, 3), nothing) == 0.0
+    assert explained_variance(torch.zeros(0), torch.zeros(0)) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -148,14 +148,13 @@ def test_value_loss_masks_and_micro_batches() -> None:
 
 
 def test_explained_variance() -> None:
-    returns = torch.tensor([[1.0, 3.0, 7.0], [5.0, 0.0, 0.0]])
-    mask = torch.tensor([[1, 1, 0], [1, 0, 0]], dtype=torch.bool)  # 1, 3, 5: variance 8/3
-    assert explained_variance(returns, returns, mask) == 1.0
-    assert explained_variance(torch.full((2, 3), 9.0), returns, mask) == pytest.approx(0.0)
-    assert explained_variance(-returns, returns, mask) == pytest.approx(-3.0)  # residuals 2, 6, 10: four times the variance
+    returns = torch.tensor([1.0, 3.0, 5.0])  # variance 8/3
+    assert explained_variance(returns, returns) == 1.0
+    assert explained_variance(torch.full((3,), 9.0), returns) == pytest.approx(0.0)
+    assert explained_variance(-returns, returns) == pytest.approx(-3.0)  # residuals 2, 6, 10: four times the variance
     # values 1, 4, 4: residuals 0, -1, 1 with variance 2/3, a quarter of 8/3
-    assert explained_variance(torch.tensor([[1.0, 4.0, 0.0], [4.0, 0.0, 0.0]]), returns, mask) == pytest.approx(0.75)
-    assert explained_variance(returns, torch.ones(2, 3), mask) == 0.0
+    assert explained_variance(torch.tensor([1.0, 4.0, 4.0]), returns) == pytest.approx(0.75)
+    assert explained_variance(returns, torch.ones(3)) == 0.0
 
 
 def test_group_advantages_equal_the_reference_figures() -> None:
@@ -188,11 +187,13 @@ def test_group_advantages_sum_to_zero_and_keep_the_order(rewards: list[float]) -
                 assert advantages[a] > advantages[b]
 
 
-def test_whitened_values_have_mean_zero_and_variance_one_over_the_mask() -> None:
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(3, 50, generator=generator, dtype=torch.float64) * 4 + 7
-    mask = torch.rand(3, 50, generator=generator) < 0.6
-    white = whiten(torch.where(mask, values, math.inf), mask)
-    assert float(white[mask].mean()) == pytest.approx(0, abs=1e-9)
-    assert float(white[mask].var(correction=0)) == pytest.approx(1, abs=1e-6)
-    assert (white[~mask] == 0).all()
+def test_whitened_values_have_mean_zero_and_variance_one() -> None:
+    values = torch.randn(150, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 4 + 7
+    whitened = whiten(values)
+    assert float(whitened.mean()) == pytest.approx(0, abs=1e-9)
+    assert float(whitened.var(correction=0)) == pytest.approx(1, abs=1e-6)
+    assert torch.equal(whitened.argsort(), values.argsort())
+    # 1, 3, 5: mean 3, population variance 8/3
+    unit = 2 / math.sqrt(8 / 3)
+    torch.testing.assert_close(whiten(torch.tensor([1.0, 3.0, 5.0])), torch.tensor([-unit, 0.0, unit]))
+    assert (whiten(torch.full((4,), 2.5)) == 0).all()

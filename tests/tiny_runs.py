@@ -1,4 +1,4 @@
-"""What the tests of the loops share: a tiny tokenizer, sets, models and settings, and a recorder in memory."""
+"""What the tests of the loops share: a tiny tokenizer, sets, models and settings, sampling runs, and a recorder in memory."""
 
 import io
 import json
@@ -6,16 +6,22 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from pipeline.data.encode import encode_set
 from pipeline.data.prepare import prepare
+from pipeline.data.prompts import PromptTask
 from pipeline.model.config import ModelConfig
-from pipeline.model.transformer import CausalLM
-from pipeline.params.schema import Data, Optimizer
+from pipeline.model.transformer import Backbone, CausalLM
+from pipeline.params.schema import Data, Optimizer, Sampling
+from pipeline.rewards.scoring import Scored
+from pipeline.rollout.records import StopReason, Trajectory
+from pipeline.rollout.torch_engine import TorchRolloutEngine
 from pipeline.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from pipeline.training.device import Device
+from pipeline.training.policy_setup import open_prompts, open_rollout
 from pipeline.training.state import TrainState
 from pipeline.training.updater import Update, Updater
 
@@ -44,6 +50,21 @@ SAMPLING: dict[str, Any] = OPTIMIZER | {
     "system_prompt_frac": 0.0,
     "sample_every": 2,
 }
+MOE: dict[str, Any] = {"use_moe": True, "num_experts_per_tok": 2, "router_aux_loss_coef": 1.0}
+# What grpo, agent and ppo log at every step.
+ROLLOUT_KEYS = {
+    *(f"reward/{name}" for name in ("mean", "std", "min", "max", "term/even", "term/short")),
+    *(f"advantages/{name}" for name in ("mean", "std", "abs_max")),
+    *(f"policy/{name}" for name in ("loss", "approx_kl", "approx_kl_k1", "approx_kl_k3", "ref_kl", "ref_kl_k1", "clip_frac")),
+    *(f"policy/{name}" for name in ("ratio_max", "ratio_first_update", "entropy")),
+    *(f"rollout/{name}" for name in ("length_mean", "truncated_frac", "distinct_3gram", "logprob_diff_max", "tokens_per_s")),
+    *(f"stop/{reason.value}" for reason in StopReason),
+    *(f"time/{phase}_s" for phase in ("rollout", "scoring", "update", "step")),
+    *(f"train/{name}" for name in ("loss", "lr", "grad_norm", "tokens_seen", "tokens_per_s", "skipped_steps")),
+    "memory/peak_bytes",
+}
+
+Score = Callable[[Sequence[PromptTask], Sequence[Trajectory]], list[Scored]]
 
 
 def make_tokenizer(folder: Path) -> Tokenizer:
@@ -102,6 +123,25 @@ def make_set(folder: Path, name: str, rows: Sequence[Mapping[str, Any]], tokeniz
         encode_set(name, prepared, encoded, tokenizer, max_seq_len=max_seq_len, max_dropped_frac=0.0)
 
 
+@pytest.fixture(scope="module")
+def tokenizer_fixture(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A test file binds it to a name of its own: `tokenizer = tokenizer_fixture`."""
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def sets_fixture(**rows: Sequence[Mapping[str, Any]]) -> Any:
+    """A fixture with the folder of these sets, by name; it needs a fixture `tokenizer` beside it."""
+
+    @pytest.fixture(scope="module")
+    def sets(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
+        folder = tmp_path_factory.mktemp("sets")
+        for name, of_set in rows.items():
+            make_set(folder, name, of_set, tokenizer)
+        return folder
+
+    return sets
+
+
 def phrase(number: int) -> str:
     """A text that is different for each number below 500, of one to nine words."""
     return " ".join(WORDS[(number * 7 + place * (1 + number % 3)) % 10] for place in range(1 + number % 9)) + f" {number}"
@@ -143,6 +183,9 @@ class Killed(Exception):
 
 
 class _Bar:
+    def __init__(self, shown: list[tuple[int, dict[str, float]]]) -> None:
+        self._shown = shown
+
     def __enter__(self) -> Self:
         return self
 
@@ -150,7 +193,7 @@ class _Bar:
         pass
 
     def update(self, step: int, **figures: float) -> None:
-        pass
+        self._shown.append((step, figures))
 
 
 class MemoryRecorder:
@@ -166,6 +209,7 @@ class MemoryRecorder:
         self.saved, self._save_at, self._kill_at = saved, save_at, kill_at
         self.lines: list[tuple[int, dict[str, float]]] = []
         self.samples: list[tuple[int, list[dict[str, Any]]]] = []
+        self.shown: list[tuple[int, dict[str, float]]] = []  # on the progress bar
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.lines.append((step, dict(metrics)))
@@ -185,11 +229,95 @@ class MemoryRecorder:
             self.saved = buffer.getvalue()
 
     def progress(self, total: int) -> _Bar:
-        return _Bar()
+        return _Bar(self.shown)
 
     def at(self, step: int) -> dict[str, float]:
         """Everything that was logged for a step."""
         return {name: value for logged, metrics in self.lines if logged == step for name, value in metrics.items()}
+
+
+def even(tasks: Sequence[PromptTask], trajectories: Sequence[Trajectory]) -> list[Scored]:
+    """Pays for even ids, and a little for stopping early."""
+    scored = []
+    for trajectory in trajectories:
+        ids = [token for token, sampled in zip(trajectory.ids, trajectory.sampled, strict=True) if sampled]
+        terms = {"even": sum(token % 2 == 0 for token in ids) / max(len(ids), 1), "short": -0.1 * len(ids)}
+        scored.append(Scored(sum(terms.values()), terms, terms["even"] > 0.5))
+    return scored
+
+
+def row_logprobs(model: CausalLM, trajectory: Trajectory, temperature: float) -> Tensor:
+    """Logprobs [L] of a trajectory's ids by one forward over this row alone."""
+    ids = torch.tensor([trajectory.prompt_ids + trajectory.ids])
+    logprobs = torch.log_softmax(model(ids[:, :-1])[0] / temperature, dim=-1).gather(1, ids[0, 1:, None])[:, 0]
+    return logprobs[len(trajectory.prompt_ids) - 1 :]
+
+
+class SamplingRun:
+    """What a task of grpo or ppo samples with, over the tiny prompts, and the trajectories and warnings it leaves."""
+
+    def __init__(
+        self, sets: Path, tokenizer: Tokenizer, settings: Sampling, *, max_total_len: int = 500, pad_id: int = 0, **model: Any
+    ) -> None:
+        shape = {"sharpness": 6.0, "dropout": 0.1} | model
+        self.policy = make_model(tokenizer, **shape)
+        self.reference = make_model(tokenizer, **shape).requires_grad_(False)
+        self.trajectories: list[list[Trajectory]] = []
+        self.warnings: list[str] = []
+        self.prompts = open_prompts(sets / "prepared" / "rlaif", settings, tokenizer, 0.0, self.warnings.append)
+        stop_ids = [tokenizer.eos_id, *range(40, 300, 9)]  # more ends than one, so that lengths differ
+        engine = TorchRolloutEngine(self.policy, stop_ids=stop_ids, pad_id=0, max_rows=64)
+        self._sample = open_rollout(engine, tokenizer, settings, max_turns=1, max_total_len=max_total_len)
+        self._decode, self._pad_id = tokenizer.decode_all, pad_id
+
+    def rollout(self, tasks: Sequence[PromptTask], keys: Sequence[int]) -> list[Trajectory]:
+        self.trajectories.append(self._sample(tasks, keys))
+        return self.trajectories[-1]
+
+    def task_fields(self, state: TrainState, score: Score) -> dict[str, Any]:
+        """The fields of a `RolloutTask`."""
+        sampling = {"policy": self.policy, "reference": self.reference, "prompts": self.prompts, "rollout": self.rollout}
+        return sampling | {"state": state, "score": score, "decode": self._decode, "pad_id": self._pad_id}
+
+
+class RouterSpy:
+    """Collects what the routers of a model decide while they take statistics: per forward and layer the probabilities [N, E]."""
+
+    def __init__(self, model: Backbone) -> None:
+        self.forwards: list[list[Tensor]] = []
+        self._top_k = model.config.num_experts_per_tok
+        mixtures = [block.mlp for block in model.model.layers]
+
+        def begin(module: nn.Module, args: Any) -> None:
+            if mixtures[0].training:
+                self.forwards.append([])
+
+        def collect(module: nn.Module, args: Any, logits: Tensor) -> None:
+            if mixtures[0].training:
+                self.forwards[-1].append(logits.detach().double().softmax(dim=-1))
+
+        model.model.register_forward_pre_hook(begin)
+        for mixture in mixtures:
+            mixture.gate.register_forward_hook(collect)
+
+    def aux_loss(self, forward: int, visible: Tensor) -> float:
+        """E * sum_e load_e * mean prob_e over the visible positions, summed over layers (arXiv:2101.03961 eq. 4-6)."""
+        layers = [probs[visible.flatten()] for probs in self.forwards[forward]]
+        return sum(probs.shape[1] * float(self._slots(probs).mean(dim=0) @ probs.mean(dim=0)) for probs in layers)
+
+    def load_max(self, forward: int, visible: Tensor) -> float:
+        """The largest share of a layer's slots on one expert."""
+        layers = [probs[visible.flatten()] for probs in self.forwards[forward]]
+        return max(float(self._slots(probs).mean(dim=0).max()) / self._top_k for probs in layers)
+
+    def _slots(self, probs: Tensor) -> Tensor:
+        """1 where a token chose an expert, [N, E]."""
+        return torch.zeros_like(probs).scatter(1, probs.topk(self._top_k, dim=1).indices, 1.0)
+
+
+def up_to(lengths: Sequence[int]) -> Tensor:
+    """[B, T] True at the first positions of each row."""
+    return torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
 
 
 class SpyUpdater(Updater):

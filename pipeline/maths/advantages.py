@@ -26,13 +26,15 @@ def group_advantages(rewards: Tensor, group_size: int) -> Tensor:
 
 
 @torch.no_grad()
-def whiten(values: Tensor, loss_mask: Tensor) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) over all masked-in positions of the step, biased variance; 0 elsewhere.
+def whiten(values: Tensor) -> Tensor:
+    """(x - mean) / sqrt(var + 1e-8) over all tokens of the step, biased variance.
 
     Args:
-        values: `[B, T]` of the whole step.
-        loss_mask: `[B, T]` bool; with no position in it the result is all 0.
+        values: `[N]`, of every token in the loss of the whole step, and of no other.
+
+    Returns:
+        `[N]`; all 0 where the values are equal.
     """
-    count = loss_mask.sum().clamp(min=1)
-    centred = torch.where(loss_mask, values - torch.where(loss_mask, values, 0.0).sum() / count, 0.0)
+    count = max(len(values), 1)
+    centred = values - values.sum() / count
     return centred * torch.rsqrt(centred.square().sum() / count + WHITEN_EPS)

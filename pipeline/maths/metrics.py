@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 
-def combine(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-    """Mean metrics of a step from what the loss functions returned for each of its micro-batches.
+def combine(parts: Sequence[Mapping[str, Tensor | float]]) -> dict[str, float]:
+    """Mean metrics of a step from the sums of its micro-batches; with several mini-batches in it, each weighs by its count.
 
     Args:
         parts: one mapping per micro-batch, all with the same names; `count` is the number of summands, names ending in `_max`

@@ -65,17 +65,16 @@ def value_loss(
 
 
 @torch.no_grad()
-def explained_variance(values: Tensor, returns: Tensor, loss_mask: Tensor) -> float:
+def explained_variance(values: Tensor, returns: Tensor) -> float:
     """Share of the returns' variance that the values explain, 1 - Var(R - V) / Var(R); 1 is perfect, <= 0 is useless.
 
     Args:
-        values, returns: `[B, T]`.
-        loss_mask: `[B, T]` bool.
+        values, returns: `[N]`, of every token in the loss of the step.
 
     Returns:
-        At most 1.0; 0.0 when the returns do not vary or nothing is in the mask.
+        At most 1.0; 0.0 when the returns do not vary or there is none.
     """
-    values, returns = values[loss_mask].double(), returns[loss_mask].double()
+    values, returns = values.double(), returns.double()
     if len(returns) == 0 or returns.max() == returns.min():
         return 0.0
     return float(1 - (returns - values).var(correction=0) / returns.var(correction=0))

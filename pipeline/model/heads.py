@@ -36,9 +36,9 @@ class ScalarModel(Backbone):
 class ValueModel(ScalarModel):
     """The critic: the expected return from each position on."""
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Values [B, T] of right-padded token ids [B, T], fp32."""
-        return self.scalar(self.hidden(input_ids))
+    def forward(self, input_ids: Tensor, visible: Tensor | None = None) -> Tensor:
+        """Values [B, T] of right-padded token ids [B, T], fp32; `visible` as in `hidden`."""
+        return self.scalar(self.hidden(input_ids, visible=visible))
 
 
 class RewardModel(ScalarModel):
@@ -48,8 +48,9 @@ class RewardModel(ScalarModel):
         """Scores [B] of right-padded token ids [B, T], fp32.
 
         Args:
-            last_positions: [B] int64, index of each row's last real token.
+            last_positions: [B] int64, index of each row's last real token; routers do not count what stands behind it.
         """
-        hidden = self.hidden(input_ids)
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        hidden = self.hidden(input_ids, visible=positions <= last_positions[:, None])
         rows = torch.arange(len(hidden), device=hidden.device)
         return self.scalar(hidden[rows, last_positions])

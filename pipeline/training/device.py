@@ -47,7 +47,10 @@ class Device:
 
 
 def open_device(runtime: Runtime) -> Device:
-    """The device that `runtime` asks for, with threads and deterministic kernels set.
+    """The device that `runtime` asks for, with its number of threads set.
+
+    On CUDA, cuDNN does not time its kernels against each other, and in float32 matrices are not multiplied in TF32. Kernels
+    whose sums depend on the order of threads stay in use: two runs on a GPU agree up to rounding.
 
     Raises:
         ParamsError: CUDA is asked for and absent, or bfloat16 is asked for on a GPU without it.

@@ -4,7 +4,7 @@ from pipeline.data.batches import Batch
 from pipeline.maths.supervised import cross_entropy_sum
 from pipeline.model.transformer import CausalLM
 from pipeline.training.device import Device
-from pipeline.training.objectives import LossSum, real_positions
+from pipeline.training.objectives import LossSum, real_positions, with_router_balance
 
 
 class LanguageModelling:
@@ -25,9 +25,4 @@ class LanguageModelling:
             hidden = self.model.hidden(input_ids, visible=real_positions(labels))
         loss, count = cross_entropy_sum(hidden, self.model.lm_head.weight, labels)
         sums = {"loss": float(loss.detach()), "bytes": float(batch.num_bytes)}
-        if self.model.config.use_moe and self.model.training:
-            aux = self.model.router_aux_loss() * count
-            sums["aux_loss"] = float(aux.detach())
-            sums["expert_load_max"] = float(self.model.expert_load_max() * count)
-            loss = loss + aux
-        return LossSum(loss, int(count), sums)
+        return with_router_balance(LossSum(loss, int(count), sums), self.model)

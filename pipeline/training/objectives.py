@@ -9,14 +9,24 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pipeline.data.labels import IGNORED_LABEL
+from pipeline.model.transformer import Backbone
+
 
 @dataclass(slots=True)
 class LossSum:
-    """`loss` (differentiable) and `sums` of metrics are sums over `count` terms (tokens or pairs)."""
+    """`loss` (differentiable) and `sums` of metrics are sums over `count` terms (tokens or pairs); metrics ending in `_max` are
+    maxima.
+    """
 
     loss: Tensor
     count: int
     sums: dict[str, float]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """`sums` beside their count, as `metrics.combine` takes them."""
+        return {"count": float(self.count), **self.sums}
 
 
 class Objective(Protocol):
@@ -32,6 +42,15 @@ def sums_of(loss: Tensor, metrics: dict[str, Tensor]) -> dict[str, float]:
     return {"loss": float(loss.detach()), **{name: float(value) for name, value in metrics.items() if name != "count"}}
 
 
+def with_router_balance(part: LossSum, model: Backbone) -> LossSum:
+    """`part` with the balance loss of the model's last forward added once per counted term; only while experts are trained."""
+    if not (model.config.use_moe and model.training):
+        return part
+    aux = model.router_aux_loss() * part.count
+    sums = {"aux_loss": float(aux.detach()), "expert_load_max": float(model.expert_load_max())}
+    return LossSum(part.loss + aux, part.count, part.sums | sums | {"loss": part.sums["loss"] + sums["aux_loss"]})
+
+
 def real_positions(labels: Tensor) -> Tensor:
     """True up to each row's last trained label, [B, T]: every row ends there, what follows is padding.
 
@@ -44,4 +63,4 @@ def real_positions(labels: Tensor) -> Tensor:
 def last_trained(labels: Tensor) -> Tensor:
     """Index of the last trained position of each row, [B]; labels [B, T] with -100 = not trained."""
     positions = torch.arange(labels.shape[1], device=labels.device)
-    return torch.where(labels != -100, positions, -1).amax(dim=1)
+    return torch.where(labels != IGNORED_LABEL, positions, -1).amax(dim=1)

@@ -8,11 +8,11 @@ from pipeline.maths.logprobs import token_logprobs
 from pipeline.maths.preference import dpo_loss
 from pipeline.model.transformer import CausalLM
 from pipeline.training.device import Device
-from pipeline.training.objectives import LossSum, real_positions, sums_of
+from pipeline.training.objectives import LossSum, real_positions, sums_of, with_router_balance
 
 
 class DirectPreference:
-    """DPO (arXiv:2305.18290, eq. 7) on sequence logprobs against a frozen reference."""
+    """DPO (arXiv:2305.18290, eq. 7) on sequence logprobs against a frozen reference, plus the router's balance loss."""
 
     def __init__(self, model: CausalLM, reference: CausalLM, device: Device, *, beta: float) -> None:
         self.model, self.reference, self.device, self.beta = model, reference, device, beta
@@ -29,11 +29,11 @@ class DirectPreference:
             reference = self._sequence_logprobs(self.reference, batch)
         n = batch.num_pairs
         loss, metrics = dpo_loss(policy, reference, beta=self.beta, num_pairs=1)
-        return LossSum(loss, n, sums_of(loss, metrics))
+        return with_router_balance(LossSum(loss, n, sums_of(loss, metrics)), self.model)
 
     def _sequence_logprobs(self, model: CausalLM, batch: PairBatch) -> Tensor:
         input_ids, labels = batch.input_ids.to(self.device.device), batch.labels.to(self.device.device)
         with self.device.autocast():
             hidden = model.hidden(input_ids, visible=real_positions(labels))
         logprobs, _ = token_logprobs(hidden, model.lm_head.weight, labels)
-        return torch.where(labels != -100, logprobs, 0.0).sum(dim=1)
+        return logprobs.sum(dim=1)  # 0 where nothing is trained

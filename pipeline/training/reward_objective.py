@@ -10,13 +10,13 @@ from pipeline.data.batches import PairBatch, PairBatches
 from pipeline.maths.preference import bradley_terry_loss
 from pipeline.model.heads import RewardModel
 from pipeline.training.device import Device
-from pipeline.training.objectives import LossSum, last_trained, sums_of
+from pipeline.training.objectives import LossSum, last_trained, real_positions, sums_of, with_router_balance
 
 Rows = list[dict[str, Any]]
 
 
 class RewardModelling:
-    """Bradley-Terry (arXiv:2203.02155, eq. 1) on the scores at each sequence's last trained token."""
+    """Bradley-Terry (arXiv:2203.02155, eq. 1) on the scores at each last trained token, plus the router's balance loss."""
 
     def __init__(self, model: RewardModel, device: Device) -> None:
         self.model, self.device = model, device
@@ -35,7 +35,7 @@ class RewardModelling:
     def __call__(self, batch: PairBatch) -> LossSum:
         scores, n = self.scores(batch), batch.num_pairs
         loss, metrics = bradley_terry_loss(scores, num_pairs=1)
-        return LossSum(loss, n, sums_of(loss, metrics))
+        return with_router_balance(LossSum(loss, n, sums_of(loss, metrics)), self.model)
 
 
 @torch.no_grad()
@@ -54,11 +54,12 @@ def scored_panel(
     @torch.no_grad()
     def rows() -> Rows:
         chosen, rejected = objective.scores(batch).cpu().chunk(2)
-        ids = batch.input_ids.tolist()
+        real = real_positions(batch.labels)
+        texts = [decode(ids[kept].tolist()) for ids, kept in zip(batch.input_ids, real, strict=True)]
         return [
             {
-                "chosen": decode([token for token in ids[pair] if token]),
-                "rejected": decode([token for token in ids[pair + len(chosen)] if token]),
+                "chosen": texts[pair],
+                "rejected": texts[pair + len(chosen)],
                 "chosen_score": float(chosen[pair]),
                 "rejected_score": float(rejected[pair]),
                 "margin": float(chosen[pair] - rejected[pair]),

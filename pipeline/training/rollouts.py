@@ -1,8 +1,8 @@
-"""What grpo, agent and ppo share: collecting scored rollouts, forward passes over them, and the metrics that describe them."""
+"""What grpo, agent and ppo share: the loop, scored rollouts, forward passes over them, and the metrics that describe them."""
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,12 +11,18 @@ from torch import Tensor
 
 from pipeline.data.prompts import PromptTask
 from pipeline.maths.logprobs import token_logprobs
+from pipeline.maths.metrics import combine
 from pipeline.model.moe import MixtureOfExperts
-from pipeline.model.transformer import CausalLM
+from pipeline.model.transformer import Backbone, CausalLM
+from pipeline.params.schema import Sampling
 from pipeline.rewards.scoring import Scored
 from pipeline.rollout.records import StopReason, Trajectory, pad_trajectories
 from pipeline.training.device import Device
 from pipeline.training.objectives import real_positions
+from pipeline.training.state import Recorder, TrainState, run_steps
+
+# Metrics of a step's first update alone, before anything moved: they say whether sampler and trainer agree.
+FIRST_UPDATE = {"policy/ratio": "policy/ratio_first_update", "policy/logprob_diff_max": "rollout/logprob_diff_max"}
 
 Rollout = Callable[[Sequence[PromptTask], Sequence[int]], list[Trajectory]]
 Scorer = Callable[[Sequence[PromptTask], Sequence[Trajectory]], list[Scored]]
@@ -28,6 +34,20 @@ class Prompts(Protocol):
     batches_per_epoch: int
 
     def batch(self, epoch: int, index: int) -> list[PromptTask]: ...
+
+
+@dataclass(slots=True)
+class RolloutTask:
+    """What every stage that samples gives to its loop; `policy` is the module that `state` trains and `rollout` samples from."""
+
+    state: TrainState
+    policy: CausalLM
+    reference: CausalLM
+    prompts: Prompts
+    rollout: Rollout
+    score: Scorer
+    decode: Callable[[Sequence[int]], str]
+    pad_id: int
 
 
 @dataclass(slots=True)
@@ -44,6 +64,56 @@ class Collected:
     def rewards(self) -> Tensor:
         """[rows] float32."""
         return torch.tensor([s.total for s in self.scored])
+
+
+Step = Callable[[int], tuple[dict[str, float], Collected, Tensor]]
+"""One collect-and-update round for a 0-based step: metrics, the rollout, and per trajectory [rows] its advantage."""
+
+
+def total_steps(settings: Sampling, prompts: Prompts) -> int:
+    """Rollouts of the whole run: all epochs, or `max_steps` where that is less."""
+    steps = settings.epochs * prompts.batches_per_epoch
+    return steps if settings.max_steps is None else min(steps, settings.max_steps)
+
+
+def train_rollouts(
+    task: RolloutTask,
+    settings: Sampling,
+    device: Device,
+    recorder: Recorder,
+    take_step: Step,
+    *,
+    table_rows: int,
+    counters: Sequence[str],
+) -> dict[str, float]:
+    """Trains to the end; the summary holds means over the last tenth of the steps, and the run's totals.
+
+    Args:
+        table_rows: trajectories in each table of samples.
+        counters: what `take_step` counts in the state and the summary should hold.
+    """
+    state, steps = task.state, total_steps(settings, task.prompts)
+    window = max(1, steps // 10)
+
+    def one_step(step: int) -> dict[str, float]:
+        started = time.perf_counter()
+        metrics, collected, advantages = take_step(step)
+        elapsed = time.perf_counter() - started
+        tokens = sum(t.num_sampled for t in collected.trajectories)
+        metrics |= {
+            "train/tokens_seen": state.count("tokens_seen", tokens),
+            "train/tokens_per_s": tokens / elapsed,
+            "train/skipped_steps": state.skipped_steps,
+            "time/step_s": elapsed,
+            "memory/peak_bytes": float(device.peak_memory_bytes()),
+        }
+        if step % settings.sample_every == 0 or step + 1 == steps:
+            recorder.log_samples(step + 1, sample_rows(collected, advantages, task.decode, table_rows))
+        state.average_tail(metrics, step=step, first=steps - window)
+        return metrics
+
+    run_steps(state, recorder, steps, one_step)
+    return state.summary("tokens_seen", *counters)
 
 
 def collect(tasks: list[PromptTask], keys: Sequence[int], rollout: Rollout, score: Scorer) -> Collected:
@@ -66,20 +136,22 @@ class MicroBatch:
     loss_mask: Tensor  # [B, T], True = the policy wrote the token
 
 
-def micro_batches(trajectories: Sequence[Trajectory], rows: Sequence[int], size: int, device: Device) -> Iterator[MicroBatch]:
+def micro_batches(
+    trajectories: Sequence[Trajectory], rows: Sequence[int], size: int, pad_id: int, device: Device
+) -> Iterator[MicroBatch]:
     """Cuts `rows` into micro-batches of similar length, at most `size` rows each; rows without a sampled token are left out."""
     kept = [row for row in rows if trajectories[row].num_sampled]
     kept.sort(key=lambda row: len(trajectories[row].prompt_ids) + len(trajectories[row].ids))
     for start in range(0, len(kept), size):
         part = kept[start : start + size]
-        tensors = pad_trajectories([trajectories[row] for row in part], pad_id=0)
+        tensors = pad_trajectories([trajectories[row] for row in part], pad_id)
         yield MicroBatch(torch.tensor(part), *(tensor.to(device.device) for tensor in tensors))
 
 
-def without_dropout(policy: CausalLM) -> None:
+def without_dropout(model: Backbone) -> None:
     """Evaluation mode, so that the policy that is updated is the one that sampled; routers alone go on taking statistics."""
-    policy.eval()
-    for module in policy.modules():
+    model.eval()
+    for module in model.modules():
         if isinstance(module, MixtureOfExperts):
             module.train()
 
@@ -91,14 +163,53 @@ def sampled_logprobs(model: CausalLM, batch: MicroBatch, temperature: float, dev
     return token_logprobs(hidden, model.lm_head.weight, batch.labels, temperature=temperature)
 
 
+def router_balance(share: float, *models: Backbone) -> tuple[Tensor, dict[str, float]]:
+    """The balance losses of the models' last forwards times `share` of the optimizer step, and `moe/*`; (0, {}) when dense."""
+    aux = torch.stack([model.router_aux_loss() for model in models]).sum() * share
+    if not any(model.config.use_moe for model in models):
+        return aux, {}
+    load_max = max(float(model.expert_load_max()) for model in models)
+    return aux, {"moe/aux_loss": float(aux.detach()), "moe/expert_load_max": load_max}
+
+
 @torch.no_grad()
-def describe(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> dict[str, Tensor]:
+def sampling_metrics(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> dict[str, Tensor]:
     """Sums over the micro-batch's sampled tokens that no loss needs: entropy, ratio, and the largest |logprob - old|."""
     log_ratio = torch.where(batch.loss_mask, logprobs - batch.old_logprobs, 0.0)
     return {
         "entropy": torch.where(batch.loss_mask, entropy, 0.0).sum(),
         "ratio": torch.where(batch.loss_mask, log_ratio.exp(), 0.0).sum(),
         "logprob_diff_max": log_ratio.abs().max(),
+    }
+
+
+def micro_metrics(num_tokens: int, shares: Mapping[str, float], **counted: Mapping[str, Tensor]) -> dict[str, float]:
+    """Metrics of one micro-batch as `combine` takes them, so that mini-batches weigh by their tokens.
+
+    Args:
+        num_tokens: sampled tokens of the whole mini-batch.
+        shares: by key, the micro-batch's shares of the mini-batch's losses; keys ending in `_max` are maxima.
+        counted: by metric group, sums over the micro-batch's tokens beside their count.
+    """
+    sums = {key: value if key.endswith("_max") else value * num_tokens for key, value in shares.items()}
+    for group, values in counted.items():
+        sums |= {name if name == "count" else f"{group}/{name}": float(value) for name, value in values.items()}
+    return sums
+
+
+def update_metrics(first: Sequence[Mapping[str, float]], applied: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Means over everything `applied` in a step; what compares sampler and trainer is of the `first` mini-batch."""
+    at_first = combine(first)
+    means = {key: value for key, value in combine(applied).items() if key not in FIRST_UPDATE}
+    return means | {new: at_first[key] for key, new in FIRST_UPDATE.items() if key in at_first}
+
+
+def advantage_metrics(advantages: Tensor) -> dict[str, float]:
+    """Moments of the advantages [N] that a step trains on."""
+    return {
+        "advantages/mean": float(advantages.mean()),
+        "advantages/std": float(advantages.std(unbiased=False)),
+        "advantages/abs_max": float(advantages.abs().max()),
     }
 
 

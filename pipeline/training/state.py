@@ -7,6 +7,7 @@ from typing import Any, Protocol, Self
 
 from torch import nn
 
+from pipeline.curves import is_clocked
 from pipeline.training.updater import Updater
 
 # What the progress bar shows of a step's metrics.
@@ -25,7 +26,7 @@ class Recorder(Protocol):
     """What a loop may do to the outside world; `pipeline.tracking` implements it."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...  # writes the step beside each row
     def load(self) -> dict[str, Any] | None: ...
     def checkpoint(self, step: int, make_state: Callable[[], Mapping[str, Any]]) -> None: ...
     def progress(self, total: int) -> Progress: ...
@@ -46,6 +47,17 @@ class TrainState:
         self.counters[name] = self.counters.get(name, 0.0) + amount
         return self.counters[name]
 
+    @property
+    def skipped_steps(self) -> float:
+        """Optimizer steps that were left out because gradients were not finite, of all updaters."""
+        return float(sum(updater.skipped for updater in self.updaters.values()))
+
+    def summary(self, *counters: str) -> dict[str, float]:
+        """`results` with the run's totals under `train/`: steps, skipped steps, and the named counters."""
+        totals = {name: self.counters.get(name, 0.0) for name in counters}
+        totals |= {"steps": float(self.step), "skipped_steps": self.skipped_steps}
+        return self.results | {f"train/{name}": value for name, value in totals.items()}
+
     def average_tail(self, metrics: Mapping[str, float], *, step: int, first: int) -> None:
         """Keeps in `results` the running means of `metrics` over the steps from `first` on (all steps when negative).
 
@@ -55,7 +67,7 @@ class TrainState:
         if step < first:
             return
         for name, value in metrics.items():
-            if name.startswith(("time/", "memory/")) or name.endswith("_per_s") or not math.isfinite(value):
+            if is_clocked(name) or not math.isfinite(value):
                 continue
             before = self.results.get(name, 0.0)
             self.results[name] = before + (value - before) / self.count(f"tail_steps/{name}", 1)

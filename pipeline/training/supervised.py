@@ -2,13 +2,13 @@
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from pipeline.maths.metrics import combine
 from pipeline.params.schema import Supervised
 from pipeline.training.device import Device
 from pipeline.training.objectives import Objective
@@ -61,34 +61,29 @@ def train_supervised(task: SupervisedTask, settings: Supervised, device: Device,
     state, steps = task.state, total_steps(settings, task.train)
     window = max(1, steps // 10)
 
-    def check(step: int) -> None:
+    def validate_and_log(step: int) -> None:
         metrics = validate(task)
         if step == 0:
             metrics["val/loss_start"] = metrics["val/loss"]
         state.results.update(metrics)
         recorder.log(step, metrics)
-        recorder.log_samples(step, [{"step": step, **row} for row in task.panel()])
+        recorder.log_samples(step, task.panel())
 
     def one_step(step: int) -> dict[str, float]:
         for module in state.modules.values():
             module.train()
         metrics = train_window(task, settings, device, step)
         if (step + 1) % settings.val_every == 0 or step + 1 == steps:
-            check(step + 1)
+            validate_and_log(step + 1)
         state.average_tail(metrics, step=step, first=steps - window)
         return metrics
 
-    run_steps(state, recorder, steps, one_step, at_start=lambda: check(0))
-    return {
-        **state.results,
-        "train/steps": float(state.step),
-        "train/tokens_seen": state.counters.get("tokens_seen", 0.0),
-        "train/skipped_steps": float(sum(u.skipped for u in state.updaters.values())),
-    }
+    run_steps(state, recorder, steps, one_step, at_start=lambda: validate_and_log(0))
+    return state.summary("tokens_seen")
 
 
 def train_window(task: SupervisedTask, settings: Supervised, device: Device, step: int) -> dict[str, float]:
-    """One optimizer step: the token-weighted mean over its whole window is both the gradient's and the logged loss."""
+    """One optimizer step: the mean over all terms of its whole window is both the gradient's and the logged loss."""
     started = time.perf_counter()
     per_epoch = windows_per_epoch(settings, task.train)
     epoch, window = divmod(step, per_epoch)
@@ -97,23 +92,24 @@ def train_window(task: SupervisedTask, settings: Supervised, device: Device, ste
     indices = range(first, min(first + settings.accumulation_steps, task.train.batches_per_epoch))
     batches = [task.train.batch(epoch, index) for index in indices]
     total = sum(task.objective.count(batch) for batch in batches)
-    sums: Counter[str] = Counter()
+    parts = []
     for batch in batches:
         part = task.objective(batch)
         (part.loss / total).backward()
-        sums.update(part.sums)
-    sums.pop("bytes", None)
+        parts.append(part.metrics)
+    means = combine(parts)
+    means.pop("bytes", None)
     (updater,) = task.state.updaters.values()
     rows = [row for batch in batches for row in batch.rows]
     done = updater.update(step, context=f"epoch {epoch}, rows {rows[:8]}{'...' if len(rows) > 8 else ''}")
     tokens = sum(task.objective.tokens(batch) for batch in batches)
     elapsed = time.perf_counter() - started
     return {
-        **{TRAIN_KEYS.get(name, f"{task.prefix}/{name}"): value / total for name, value in sums.items()},
+        **{TRAIN_KEYS.get(name, f"{task.prefix}/{name}"): value for name, value in means.items()},
         "train/lr": done.lr,
         "train/grad_norm": done.grad_norm,
         "train/tokens_seen": task.state.count("tokens_seen", tokens),
-        "train/skipped_steps": float(updater.skipped),
+        "train/skipped_steps": task.state.skipped_steps,
         "train/tokens_per_s": tokens / elapsed,
         "time/step_s": elapsed,
         "memory/peak_bytes": float(device.peak_memory_bytes()),
@@ -125,14 +121,9 @@ def validate(task: SupervisedTask) -> dict[str, float]:
     """Means over all held-out rows, `val/loss` and the objective's own metrics; `val/bits_per_byte` where bytes are known."""
     for module in task.state.modules.values():
         module.eval()
-    sums: Counter[str] = Counter()
-    count = 0
-    for batch in task.held_out.in_order():
-        part = task.objective(batch)
-        sums.update(part.sums)
-        count += part.count
-    num_bytes = sums.pop("bytes", 0.0)
-    metrics = {f"val/{name}": value / count for name, value in sums.items()}
+    parts = [task.objective(batch).metrics for batch in task.held_out.in_order()]
+    metrics = {f"val/{name}": value for name, value in combine(parts).items() if name != "bytes"}
+    num_bytes = sum(part.get("bytes", 0.0) for part in parts)
     if num_bytes:
-        metrics["val/bits_per_byte"] = sums["loss"] / math.log(2) / num_bytes
+        metrics["val/bits_per_byte"] = sum(part["loss"] for part in parts) / math.log(2) / num_bytes
     return metrics
