@@ -49,7 +49,7 @@ def main() -> None:
 
         # 4. Outputs
         save_model(OUT, policy.state_dict(), model_meta("causal_lm", policy.config, tokenizer.digest))
-        write_metrics(Path("metrics/agent.json"), summary)
+        write_metrics(Path("metrics/agent.json"), summary | {"data/dropped_prompts": float(len(prompts.dropped))})
         write_curve(Path("plots/agent.csv"), run.folder.metrics, every=settings.plot_every)
 
 

@@ -56,7 +56,7 @@ def main() -> None:
 
         # 4. Outputs
         save_model(OUT, policy.state_dict(), model_meta("causal_lm", policy.config, tokenizer.digest))
-        write_metrics(Path("metrics/ppo.json"), summary)
+        write_metrics(Path("metrics/ppo.json"), summary | {"data/dropped_prompts": float(len(prompts.dropped))})
         write_curve(Path("plots/ppo.csv"), run.folder.metrics, every=settings.plot_every)
 
 

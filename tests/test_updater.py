@@ -195,7 +195,20 @@ def test_a_killed_run_goes_on_from_its_save_and_ends_alike() -> None:
     assert_bits_equal(snapshot(again.modules["toy"]), snapshot(whole.modules["toy"]))
     assert_bits_equal(moments(again.updaters["toy"]), moments(whole.updaters["toy"]))
     assert (again.step, again.counters, again.results) == (6, {"seen": 12.0}, {"last": 5.0})
-    assert again.updaters["toy"].skipped == 1
+    assert (again.updaters["toy"].skipped, again.updaters["toy"].applied) == (1, 5)
+
+
+def test_a_run_that_applied_no_step_fails() -> None:
+    state = make_state(total_steps=3)
+
+    def poisoned(step: int) -> dict[str, float]:
+        set_gradients(state.modules["toy"], step)
+        state.modules["toy"].proj.bias.grad[0] = math.inf
+        state.updaters["toy"].update(step, context="")
+        return {}
+
+    with pytest.raises(NumericsError, match="none of 3 steps had finite gradients"):
+        run_steps(state, MemoryRecorder(), 3, poisoned)
 
 
 def test_the_tail_is_averaged_key_by_key() -> None:

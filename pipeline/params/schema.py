@@ -9,19 +9,20 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
+MAX_INT = 2**53  # beyond it JSON readers round, and no size, count or seed needs it
+Positive = Annotated[int, Field(ge=1, le=MAX_INT)]
+Count = Annotated[int, Field(ge=0, le=MAX_INT)]
 Frac = Annotated[float, Field(ge=0, le=1)]
 OpenFrac = Annotated[float, Field(gt=0, lt=1)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Weight = Annotated[float, Field(ge=0)]
 SetName = Literal["pretrain", "full_sft", "lora", "dpo", "rlaif", "agent"]
 
 
 class Section(BaseModel):
     """Base of every section: unknown keys are errors, values are never coerced across types, nothing mutates them."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
 
     def _faults(self) -> Iterator[str]:
         """Impossible combinations of values that are valid by themselves, a line each, which begins with a key."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.data.batches import PairBatches, SupervisedBatches
+from pipeline.data.labels import IGNORED_LABEL
 from pipeline.data.prepared import iter_prepared
 from pipeline.model.transformer import CausalLM
 from pipeline.text.chat import ChatEncoder
@@ -47,7 +48,7 @@ def document_prompts(held_out: SupervisedBatches) -> list[list[int]]:
     rows = [
         ids[: min(length, DOCUMENT_PROMPT_LEN)]
         for batch in held_out.in_order()
-        for ids, length in zip(batch.input_ids.tolist(), (batch.labels != -100).sum(dim=1).tolist(), strict=True)
+        for ids, length in zip(batch.input_ids.tolist(), (batch.labels != IGNORED_LABEL).sum(dim=1).tolist(), strict=True)
     ]
     return rows[:: max(1, len(rows) // PANEL_ROWS)][:PANEL_ROWS]
 
@@ -66,6 +67,6 @@ def pair_prompts(held_out: PairBatches) -> list[list[int]]:
     """What stands before the answers of a few held-out pairs."""
     prompts = []
     for batch in islice(held_out.in_order(), PANEL_ROWS):
-        first_trained = int((batch.labels[0] != -100).int().argmax())
+        first_trained = int((batch.labels[0] != IGNORED_LABEL).int().argmax())
         prompts.append(batch.input_ids[0, : first_trained + 1].tolist())
     return prompts

@@ -36,7 +36,7 @@ def open_prompts(
         system_prompt_frac=settings.system_prompt_frac,
     )
     if prompts.dropped:
-        announce(f"{len(prompts.dropped)} over-long prompts dropped: " + "; ".join(prompts.dropped[:3]))
+        announce("\n  ".join([f"{len(prompts.dropped)} over-long prompts dropped:", *prompts.dropped]))
     return prompts
 
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol, Self
 from torch import nn
 
 from pipeline.curves import is_clocked
+from pipeline.errors import NumericsError
 from pipeline.training.updater import Updater
 
 # What the progress bar shows of a step's metrics.
@@ -108,6 +109,9 @@ def run_steps(
 
     A step is the unit of progress: what a kill interrupts is done again from the last save, with the same draws.
     `at_start` runs before the first step of a run that has no save yet (measuring the start weights, for example).
+
+    Raises:
+        NumericsError: the gradients of every step were not finite, so that the weights would end as they began.
     """
     saved = recorder.load()
     if saved is None:
@@ -121,3 +125,8 @@ def run_steps(
             recorder.log(state.step, metrics)
             bar.update(state.step, **{name: metrics[key] for name, key in SHOWN.items() if key in metrics})
             recorder.checkpoint(state.step, state.state_dict)
+    if state.skipped_steps and not any(updater.applied for updater in state.updaters.values()):
+        raise NumericsError(
+            f"none of {state.step} steps had finite gradients, so nothing was learned; lower the learning rate, "
+            "or look at the weights that the stage starts from"
+        )

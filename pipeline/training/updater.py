@@ -12,6 +12,7 @@ from pipeline.maths.schedules import warmup_cosine
 from pipeline.params.schema import Optimizer
 
 MAX_SKIPPED_IN_A_ROW = 5
+COUNTS = ("applied", "skipped", "skipped_in_a_row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Updater:
         self.total_steps = total_steps
         self.skipped_in_a_row = 0
         self.skipped = 0
+        self.applied = 0
         self.named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         if not self.named:
             raise ValueError("the module has no trainable parameter")
@@ -72,6 +74,7 @@ class Updater:
             for group in self.adamw.param_groups:
                 group["lr"] = lr
             self.adamw.step()
+            self.applied += 1
             self.skipped_in_a_row = 0
         else:
             self.skipped += 1
@@ -89,11 +92,13 @@ class Updater:
         self.adamw.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"adamw": self.adamw.state_dict(), "skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row}
+        counts = {name: getattr(self, name) for name in COUNTS}
+        return {"adamw": self.adamw.state_dict(), **counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.adamw.load_state_dict(state["adamw"])
-        self.skipped, self.skipped_in_a_row = state["skipped"], state["skipped_in_a_row"]
+        for name in COUNTS:
+            setattr(self, name, state[name])
 
 
 def seed_for(*parts: int | str) -> int:
