@@ -15,9 +15,9 @@ from pipeline.rewards.scoring import CompletionScorer
 from pipeline.stage import stage_run
 from pipeline.text.tokenizer import load_tokenizer
 from pipeline.training.device import open_device
-from pipeline.training.group_loop import GroupTask, train_group
+from pipeline.training.group_loop import train_group
 from pipeline.training.policy_setup import open_engine, open_prompts, open_reward_model, open_rollout
-from pipeline.training.rollouts import total_steps
+from pipeline.training.rollouts import RolloutTask, total_steps
 from pipeline.training.state import TrainState
 from pipeline.training.updater import Updater
 
@@ -45,7 +45,8 @@ def main() -> None:
         engine = open_engine(policy, tokenizer, device, max_rows=settings.batch_size * settings.group_size)
         max_total_len = settings.max_prompt_len + settings.max_new_tokens
         rollout = open_rollout(engine, tokenizer, settings, max_turns=1, max_total_len=max_total_len)
-        task = GroupTask(state, policy, reference, prompts, rollout, score, tokenizer.decode_all, tokenizer.pad_id, run.announce)
+        text = tokenizer.decode_all, tokenizer.pad_id
+        task = RolloutTask(state, policy, reference, prompts, rollout, score, *text, run.announce)
         summary = train_group(task, settings, device, run)
 
         # 4. Outputs

@@ -51,7 +51,8 @@ def main() -> None:
         engine = open_engine(policy, tokenizer, device, max_rows=settings.batch_size)
         max_total_len = settings.max_prompt_len + settings.max_new_tokens
         rollout = open_rollout(engine, tokenizer, settings, max_turns=1, max_total_len=max_total_len)
-        task = PpoTask(state, policy, reference, prompts, rollout, score, tokenizer.decode_all, tokenizer.pad_id, critic)
+        text = tokenizer.decode_all, tokenizer.pad_id
+        task = PpoTask(state, policy, reference, prompts, rollout, score, *text, run.announce, critic)
         summary = train_ppo(task, settings, device, run)
 
         # 4. Outputs

@@ -357,7 +357,7 @@ def test_only_changed_models_are_measured(
     assert measure() == (first, [])
     assert len(said) == len(MODELS)  # nothing is announced that does not happen
     everything = {"bits", "bytes", "preference_accuracy", "qa_exact", "qa_exact_greedy", "stops_frac", "reward_mean"}
-    everything |= {"tool_success", "tool_success_greedy", "tool_valid_frac"}
+    everything |= {"tool_success", "tool_success_greedy", "tool_earned", "tool_valid_frac"}
     for name, examined in first.items():
         wanted = {"preference_accuracy"} if name == "reward" else everything
         assert {key for key in examined.values if not key.startswith("reward_term_")} == wanted

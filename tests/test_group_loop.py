@@ -47,11 +47,11 @@ from pipeline.rollout.records import Completion, StopReason, Trajectory
 from pipeline.text.chat import ChatEncoder
 from pipeline.text.tokenizer import Tokenizer
 from pipeline.tools.registry import tool_schema
-from pipeline.training.group_loop import GroupTask, group_step, train_group
+from pipeline.training.group_loop import group_step, train_group
 from pipeline.training.policy_setup import open_prompts
-from pipeline.training.rollouts import micro_batches, total_steps
+from pipeline.training.rollouts import RolloutTask, micro_batches, total_steps
 
-RUN_KEYS = ROLLOUT_KEYS | {f"rollout/{name}_frac" for name in ("zero_std", "all_good", "all_bad")} | {"train/zero_signal_steps"}
+RUN_KEYS = ROLLOUT_KEYS | {f"rollout/{name}_frac" for name in ("zero_std", "all_good", "all_bad")}
 tokenizer, sets = tokenizer_fixture, sets_fixture(rlaif=prompts(12))  # 9 + 3 prompts
 
 
@@ -78,7 +78,7 @@ class Run(SamplingRun):
     def __init__(self, sets: Path, tokenizer: Tokenizer, settings: Group, *, score: Score = even, **changes: Any) -> None:
         super().__init__(sets, tokenizer, settings, **changes)
         state, self.updater = one_module(self.policy, settings, total_steps(settings, self.prompts), "policy")
-        self.task = GroupTask(**self.task_fields(state, score), warn=self.warnings.append)
+        self.task = RolloutTask(**self.task_fields(state, score))
 
     def gradients(self, update: int = 0) -> dict[str, Tensor]:
         return self.updater.gradients[update]
@@ -480,7 +480,7 @@ def test_agent_trains_on_what_the_policy_wrote_and_not_on_what_tools_said(tmp_pa
         return kept
 
     score = EpisodeScorer(REWARDS, Fixed(0.0))
-    task = GroupTask(state, policy, reference, opened, rollout, score, tokenizer.decode_all, tokenizer.pad_id, print)
+    task = RolloutTask(state, policy, reference, opened, rollout, score, tokenizer.decode_all, tokenizer.pad_id, print)
     metrics, collected, _ = group_step(task, settings, CPU, 0)
     assert isinstance(updater, SpyUpdater) and len(kept) == 12
     assert all(False in t.sampled and t.sampled[-1] and len(t.turns) == 2 for t in kept)

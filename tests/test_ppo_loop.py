@@ -463,3 +463,19 @@ def test_a_killed_run_ends_with_the_same_bits(sets: Path, tokenizer: Tokenizer) 
     assert [step for step, _ in second.lines] == [3, 4, 5, 6]
     assert_bits_equal(again.everything(), whole.everything())
     assert second.samples == straight.samples[-3:]
+
+
+def test_equal_rewards_move_the_critic_alone_and_are_said(sets: Path, tokenizer: Tokenizer) -> None:
+    """Whitening would turn what an untrained critic guesses into advantages of unit variance."""
+    settings = make_settings(epochs=2, kl_coef=0.0, max_steps=5)
+    run, recorder = (
+        Run(sets, tokenizer, settings, score=lambda _, trajectories: [Scored(0.7, {}, True)] * len(trajectories)),
+        MemoryRecorder(),
+    )
+    before = run.everything()
+    summary = train_ppo(run.task, settings, CPU, recorder)
+    after = run.everything()
+    assert_bits_equal(*({k: v for k, v in side.items() if k.startswith("policy/")} for side in (before, after)))
+    assert any(not torch.equal(before[name], after[name]) for name in before if name.startswith("critic/"))
+    assert recorder.at(1)["advantages/std"] == 0.0 and recorder.at(1)["reward/std"] == 0.0
+    assert [warning.split()[0] for warning in run.warnings] == ["5"] and summary["train/zero_signal_steps"] == 5

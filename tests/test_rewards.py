@@ -19,11 +19,12 @@ from pipeline.rewards.agent import agent_rewards
 from pipeline.rewards.completion import completion_rewards, total_reward
 from pipeline.rewards.model import ExternalRewardModel, TrainedRewardModel, flat_question
 from pipeline.rewards.rules import repetition, span_reward, thinking_reward
-from pipeline.rewards.scoring import CompletionScorer, EpisodeScorer, solved
+from pipeline.rewards.scoring import CompletionScorer, EpisodeScorer, earned, solved
+from pipeline.rewards.verify import verify
 from pipeline.rollout.records import StopReason, Trajectory, Turn
 from pipeline.text.chat import EncodedChat
 from pipeline.text.turns import parse_turn
-from pipeline.tools.registry import ToolResult, call_tool, tool_schema
+from pipeline.tools.registry import TOOL_NAMES, ToolResult, call_tool, tool_schema
 
 PARAMS = Rewards.model_validate(
     {
@@ -150,6 +151,7 @@ class Played:
     finished: bool = True
     open_thinking: bool = False
     score: float | None = None
+    asked: str = "What is 256*37?"
 
     @property
     def trajectory(self) -> Trajectory:
@@ -164,10 +166,13 @@ class Played:
 
     @property
     def task(self) -> PromptTask:
-        return PromptTask(0, [1], self.open_thinking, [], [tool_schema(name) for name in self.offered] or None, self.gt)
+        messages = [{"role": "user", "content": self.asked}]
+        return PromptTask(0, [1], self.open_thinking, messages, [tool_schema(name) for name in self.offered] or None, self.gt)
 
     def terms(self) -> dict[str, float]:
-        return agent_rewards(self.trajectory, gt=self.gt, tools_offered=self.offered, model_score=self.score, params=PARAMS)
+        return agent_rewards(
+            self.trajectory, gt=self.gt, asked=self.asked, tools_offered=self.offered, model_score=self.score, params=PARAMS
+        )
 
     def total(self) -> float:
         return total_reward(self.terms(), PARAMS.agent_clip)
@@ -253,10 +258,10 @@ def test_a_correct_chain_of_calls_loses_nothing() -> None:
 
 def test_parts_of_the_answer_earn_parts() -> None:
     calls = call("(771-242)+84*27") + call("14**2") + call("2935*998")
-    gt = ["2797", "196", "2929130"]
-    full = Played([calls, "(771-242)+84*27等于2797，14**2等于196，2935*998的结果是2929130。"], gt)
+    gt, asked = ["2797", "196", "2929130"], "Compute (771-242)+84*27, 14**2 and 2935*998."
+    full = Played([calls, "(771-242)+84*27等于2797，14**2等于196，2935*998的结果是2929130。"], gt, asked=asked)
     assert full.total() == HONEST.total()
-    part = Played([calls, "(771-242)+84*27等于2797，14**2等于197，2935*998的结果是2929130。"], gt)
+    part = Played([calls, "(771-242)+84*27等于2797，14**2等于197，2935*998的结果是2929130。"], gt, asked=asked)
     assert part.terms()["answer"] == pytest.approx(2.5 * 2 / 3)
 
 
@@ -271,10 +276,57 @@ def test_a_date_spelled_out_is_no_list_of_candidates() -> None:
     assert played.total() == HONEST.total()
 
 
+def use(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
+
+
 def test_a_list_of_words_is_no_answer() -> None:
-    asked = '<tool_call>{"name": "get_current_weather", "arguments": {"location": "Tokyo"}}</tool_call>'
-    assert Played([asked, "东京现在12°C，晴，湿度65%。"], ["晴"]).terms()["answer"] == 2.5
-    assert Played([asked, "晴、多云、小雨、阴、大风、闷热、晴朗"], ["晴"]).terms()["answer"] == 0.0
+    asked = use("get_current_weather", location="东京")
+    (result,) = Played([asked, ""], []).trajectory.tool_results[0]
+    weather = json.loads(result.content)["condition"]
+    assert Played([asked, f"东京现在12°C，{weather}，湿度65%。"], [weather]).terms()["answer"] == 2.5
+    assert Played([asked, f"晴、多云、小雨、阴、大风、闷热、晴朗、{weather}"], [weather]).terms()["answer"] == 0.0
+
+
+ANY = use("get_current_time")
+GUESSES = {
+    "times": (["15:30"], [ANY], "14:30 01:30 06:30 15:30 07:30 17:30"),
+    "times in sentences": (["06:30"], [ANY], "Time: 14:30. 01:30. 06:30. 15:30. 07:30. 17:30."),
+    "phrases": (
+        ["Good night"],
+        [ANY],
+        "Hello world. Good morning. I love programming. Happy birthday. Good night. Thank you. Goodbye.",
+    ),
+    "one phrase": (["Good night"], [ANY], "Good night"),
+    "Chinese phrases": (["晚安"], [ANY], "你好世界。早上好。今天天气真好。我爱编程。机器学习很有趣。生日快乐。晚安。谢谢你。"),
+    "words between spaces": (["小雨"], [ANY], "晴 多云 闷热 阴 小雨 大风 晴朗"),
+    "operands as guesses": (["18"], [use("calculate_math", expression="max(18,20,25,28,30,32)")], "18 20 25 28 30 32"),
+    "an error that echoes": (["18"], [use("get_current_weather", location="5 8 10 12 15 16 18"), ANY], "5 8 10 12 15 16 18"),
+    "two numbers": (["18"], [ANY], "18 or 19"),
+    "numbers of the question": (["18"], [ANY], "It is 18, 20 or 25."),
+}
+
+
+@pytest.mark.parametrize("name", GUESSES)
+def test_guesses_after_an_irrelevant_call_earn_no_answer(name: str) -> None:
+    gt, calls, answer = GUESSES[name]
+    played = Played([*calls, answer], gt, offered=tuple(TOOL_NAMES), asked="Which is smallest: 18, 20 or 25?")
+    assert verify(gt, answer) == [True] and played.terms()["answer"] == 0.0
+    assert solved(played.task, played.trajectory) and not earned(played.task, played.trajectory)
+
+
+@pytest.mark.parametrize(
+    ("gt", "calls", "answer", "asked"),
+    [
+        (["3.14"], ["22/7 - 0.0025"], "That is about 3.14.", "How much is 22/7 - 0.0025, to two places?"),  # rounded
+        (["150"], ["10*10", "5*10"], "100 plus 50 makes 150.", "What do 10*10 and 5*10 make together?"),  # added up
+        (["18"], ["min(18,20,25)"], "The smallest of 18, 20 and 25 is 18.", "Which is smallest: 18, 20 or 25?"),
+        (["9472", "9472"], ["256*37"], "9472 and again 9472.", "256*37, twice please"),
+    ],
+)
+def test_what_follows_from_results_is_earned(gt: list[str], calls: list[str], answer: str, asked: str) -> None:
+    played = Played([*map(call, calls), answer], gt, asked=asked)
+    assert played.terms()["answer"] == 2.5 and earned(played.task, played.trajectory)
 
 
 def test_faults_are_bounded_and_malformed_calls_count_once() -> None:

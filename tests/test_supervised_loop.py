@@ -149,7 +149,7 @@ def test_validation_is_the_mean_over_all_held_out_tokens(sets: Path, tokenizer: 
 
 
 def test_no_epochs_take_the_weights_over(sets: Path, tokenizer: Tokenizer) -> None:
-    settings = make_settings(epochs=0)
+    settings = make_settings().model_copy(update={"epochs": 0})
     task, _ = language_task(sets, tokenizer, settings, make_model(tokenizer))
     before, recorder = snapshot(task.state.modules["model"]), MemoryRecorder()
     summary = train_supervised(task, settings, CPU, recorder)

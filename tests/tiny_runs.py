@@ -62,6 +62,7 @@ ROLLOUT_KEYS = {
     *(f"time/{phase}_s" for phase in ("rollout", "scoring", "update", "step")),
     *(f"train/{name}" for name in ("loss", "lr", "grad_norm", "tokens_seen", "tokens_per_s", "skipped_steps")),
     "memory/peak_bytes",
+    "train/zero_signal_steps",
 }
 
 Score = Callable[[Sequence[PromptTask], Sequence[Trajectory]], list[Scored]]
@@ -277,7 +278,8 @@ class SamplingRun:
     def task_fields(self, state: TrainState, score: Score) -> dict[str, Any]:
         """The fields of a `RolloutTask`."""
         sampling = {"policy": self.policy, "reference": self.reference, "prompts": self.prompts, "rollout": self.rollout}
-        return sampling | {"state": state, "score": score, "decode": self._decode, "pad_id": self._pad_id}
+        rest = {"decode": self._decode, "pad_id": self._pad_id, "warn": self.warnings.append}
+        return sampling | {"state": state, "score": score} | rest
 
 
 class RouterSpy:

@@ -14,7 +14,7 @@ from pipeline.data.prompts import PromptTask
 from pipeline.maths.logprobs import token_logprobs
 from pipeline.model.transformer import CausalLM
 from pipeline.params.schema import Eval
-from pipeline.rewards.scoring import CompletionScorer, solved
+from pipeline.rewards.scoring import CompletionScorer, earned, solved
 from pipeline.rollout.episodes import run_episodes
 from pipeline.rollout.records import RolloutEngine, StopReason, Trajectory
 from pipeline.text.chat import ChatEncoder
@@ -199,6 +199,7 @@ class Examiner:
             trajectories = self.episodes(engine, tasks, "tool", greedy=greedy, max_turns=self.params.max_turns)
             values[name] = [float(solved(task, t)) for task, t in zip(tasks, trajectories, strict=True)]
             if not greedy:
+                values["tool_earned"] = [float(earned(task, t)) for task, t in zip(tasks, trajectories, strict=True)]
                 values["tool_valid_frac"] = [float(calls_valid(t)) for t in trajectories]
                 samples = [
                     self.sample("tool task", t.prompt_ids, t.ids, score, expected=", ".join(task.gt))

@@ -30,6 +30,7 @@ METRICS: dict[str, tuple[str, bool]] = {
     "reward_mean": ("mean reward of sampled replies", True),
     "tool_success": ("tool tasks with every expected answer in the final reply, sampled", True),
     "tool_success_greedy": ("tool tasks with every expected answer in the final reply, greedy", True),
+    "tool_earned": ("tool tasks solved with a tool's result and without listing candidates, sampled", True),
     "tool_valid_frac": ("tool tasks whose calls were all valid, at least one made", True),
 }
 """What each metric is, in the report's words, and whether higher is better."""

@@ -16,6 +16,7 @@ Frac = Annotated[float, Field(ge=0, le=1)]
 OpenFrac = Annotated[float, Field(gt=0, lt=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Weight = Annotated[float, Field(ge=0)]
+Temperature = Annotated[float, Field(ge=0.01)]  # logits are divided by it: far below, they overflow
 SetName = Literal["pretrain", "full_sft", "lora", "dpo", "rlaif", "agent"]
 
 
@@ -103,7 +104,7 @@ class Optimizer(Section):
     """AdamW with linear warm-up and a cosine to `min_lr_frac` of the peak; one optimizer step per accumulation window."""
 
     seed: Count
-    epochs: Count
+    epochs: Positive
     batch_size: Positive
     lr: PositiveFloat
     warmup_steps: Count
@@ -125,9 +126,14 @@ class Encoded(Supervised):
     max_seq_len: Annotated[int, Field(ge=8)]
 
 
-class Pretrain(Encoded):
+class FromElsewhere(Encoded):
+    """A stage that may start from weights trained elsewhere; with 0 epochs it takes over what it starts from."""
+
+    epochs: Count
     init_from: str | None
 
+
+class Pretrain(FromElsewhere):
     def _faults(self) -> Iterator[str]:
         if self.epochs == 0 and self.init_from is None:
             yield "epochs=0: must be >= 1 with init_from: null, or the model stays random; 0 takes over what init_from names"
@@ -140,8 +146,8 @@ class Chat(Encoded):
     drop_empty_think_frac: Frac
 
 
-class FullSft(Chat):
-    init_from: str | None
+class FullSft(FromElsewhere, Chat):
+    pass
 
 
 class Lora(Chat):
@@ -170,7 +176,7 @@ class Sampling(Optimizer):
     max_steps: Positive | None  # ends the run early; null runs all epochs
     max_prompt_len: Annotated[int, Field(ge=8)]
     max_new_tokens: Positive
-    temperature: PositiveFloat
+    temperature: Temperature
     thinking_ratio: Frac
     micro_batch_size: Positive
     kl_coef: Weight
@@ -253,7 +259,7 @@ class Rewards(Section):
 class Eval(Section):
     seed: Count
     panel_rows: Positive
-    temperature: PositiveFloat
+    temperature: Temperature
     thinking_ratio: Frac
     max_new_tokens: Positive
     max_turns: Positive

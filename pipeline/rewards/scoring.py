@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pipeline.data.prompts import PromptTask
 from pipeline.params.schema import Rewards
-from pipeline.rewards.agent import agent_rewards
+from pipeline.rewards.agent import agent_rewards, earned_answers
 from pipeline.rewards.completion import completion_rewards, total_reward
 from pipeline.rewards.model import Messages, RewardScorer
 from pipeline.rewards.verify import verify
@@ -32,6 +32,28 @@ class Scored:
 def solved(task: PromptTask, trajectory: Trajectory) -> bool:
     """Whether every expected answer stands in the final reply of an episode that ended by itself."""
     return trajectory.stop is StopReason.EOS and all(verify(task.gt, trajectory.final_answer))
+
+
+def asked_by(task: PromptTask) -> str:
+    """What the user wrote, all turns."""
+    return "\n".join(message["content"] for message in task.messages if message["role"] == "user")
+
+
+def offered_by(task: PromptTask) -> list[str]:
+    """Names of the tools that the task offers."""
+    return [tool["function"]["name"] for tool in task.tools or []]
+
+
+def earned(task: PromptTask, trajectory: Trajectory) -> bool:
+    """Whether the task is solved and the reward grants every answer: a tool was used, and the reply is no list of candidates."""
+    answers = earned_answers(
+        task.gt,
+        trajectory.final_answer,
+        asked=asked_by(task),
+        tool_results=trajectory.tool_results,
+        tools_offered=offered_by(task),
+    )
+    return trajectory.stop is StopReason.EOS and all(answers)
 
 
 def model_scores(model: RewardScorer, items: Sequence[tuple[Messages, str]]) -> list[float]:
@@ -82,7 +104,8 @@ class EpisodeScorer:
             terms = agent_rewards(
                 trajectory,
                 gt=task.gt,
-                tools_offered=[tool["function"]["name"] for tool in task.tools or []],
+                asked=asked_by(task),
+                tools_offered=offered_by(task),
                 model_score=scores.get(place),
                 params=self.params,
             )

@@ -44,7 +44,7 @@ def verify(expected: Sequence[str], text: str) -> list[bool]:
     used: dict[str, int] = {}
     found = []
     for answer in expected:
-        value = _as_number(answer)
+        value = as_number(answer)
         if value is None:
             key = _normalised(answer)
             used[key] = used.get(key, 0) + 1
@@ -69,7 +69,13 @@ def numbers(text: str) -> list[int | float]:
     return found
 
 
-def _as_number(answer: str) -> int | float | None:
+def quantities(text: str) -> list[int | float | str]:
+    """All numbers of a text, and its times, dates and version numbers as text, in no particular order."""
+    return [*numbers(text), *(m[0] for m in _NUMBER.finditer(text.translate(_HALF_WIDTH)) if not m["number"])]
+
+
+def as_number(answer: str) -> int | float | None:
+    """The number that an answer is, None where it is anything else."""
     match = _NUMBER.fullmatch(answer.translate(_HALF_WIDTH).strip())
     return _value(match["number"]) if match and match["number"] else None
 

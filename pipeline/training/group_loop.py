@@ -1,8 +1,6 @@
 """The loop of grpo and agent: sample a group per prompt, compare within the group, update (arXiv:2402.03300)."""
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,6 +17,7 @@ from pipeline.training.rollouts import (
     RolloutTask,
     advantage_metrics,
     collect,
+    count_zero_signal,
     group_metrics,
     micro_batches,
     micro_metrics,
@@ -34,27 +33,18 @@ from pipeline.training.rollouts import (
 from pipeline.training.state import Recorder
 from pipeline.training.updater import seed_for
 
-WARN_AFTER_ZERO_SIGNAL = 5
 
-
-@dataclass(slots=True)
-class GroupTask(RolloutTask):
-    """Everything a group stage gives to the loop."""
-
-    warn: Callable[[str], None]
-
-
-def train_group(task: GroupTask, settings: Group, device: Device, recorder: Recorder) -> dict[str, float]:
+def train_group(task: RolloutTask, settings: Group, device: Device, recorder: Recorder) -> dict[str, float]:
     """Trains to the end; the summary holds means over the last tenth of the steps."""
 
     def take_step(step: int) -> tuple[dict[str, float], Collected, Tensor]:
         return group_step(task, settings, device, step)
 
     table_rows = 2 * settings.group_size
-    return train_rollouts(task, settings, device, recorder, take_step, table_rows=table_rows, counters=["zero_signal_steps"])
+    return train_rollouts(task, settings, device, recorder, take_step, table_rows=table_rows)
 
 
-def group_step(task: GroupTask, settings: Group, device: Device, step: int) -> tuple[dict[str, float], Collected, Tensor]:
+def group_step(task: RolloutTask, settings: Group, device: Device, step: int) -> tuple[dict[str, float], Collected, Tensor]:
     """One collect-and-update round over `batch_size` prompts x `group_size` completions."""
     epoch, index = divmod(step, task.prompts.batches_per_epoch)
     prompts = task.prompts.batch(epoch, index)
@@ -77,7 +67,7 @@ def group_step(task: GroupTask, settings: Group, device: Device, step: int) -> t
 
 
 def update_policy(
-    task: GroupTask,
+    task: RolloutTask,
     settings: Group,
     device: Device,
     step: int,
@@ -124,15 +114,6 @@ def update_policy(
         grad_norms.append(done.grad_norm)
     metrics |= update_metrics(updates[0], [part for parts in updates for part in parts])
     return metrics | {"train/grad_norm": sum(grad_norms) / len(grad_norms)}
-
-
-def count_zero_signal(task: GroupTask, signal: bool) -> float:
-    """Counts the steps in which no group had any difference in reward, and warns of every few in a row; the total so far."""
-    counters = task.state.counters
-    in_a_row = counters["zero_signal_in_a_row"] = 0.0 if signal else counters.get("zero_signal_in_a_row", 0.0) + 1
-    if not signal and in_a_row % WARN_AFTER_ZERO_SIGNAL == 0:
-        task.warn(f"{in_a_row:.0f} steps in a row without any difference in reward inside a group: rewards teach nothing")
-    return task.state.count("zero_signal_steps", float(not signal))
 
 
 def accumulate_gradients(

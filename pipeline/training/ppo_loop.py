@@ -21,6 +21,7 @@ from pipeline.training.rollouts import (
     RolloutTask,
     advantage_metrics,
     collect,
+    count_zero_signal,
     micro_batches,
     micro_metrics,
     rollout_metrics,
@@ -79,6 +80,7 @@ def ppo_step(task: PpoTask, settings: Ppo, device: Device, step: int) -> tuple[d
     experience = estimate(task, settings, device, collected)
     updated = time.perf_counter()
     metrics = rollout_metrics(collected) | experience_metrics(experience)
+    metrics["train/zero_signal_steps"] = count_zero_signal(task, rewards_differ(collected))
     metrics |= update_both(task, settings, device, step, collected, experience)
     metrics |= {"time/update_s": time.perf_counter() - updated}
     row_advantages = torch.zeros(len(prompts))
@@ -91,6 +93,8 @@ def ppo_step(task: PpoTask, settings: Ppo, device: Device, step: int) -> tuple[d
 @torch.no_grad()
 def estimate(task: PpoTask, settings: Ppo, device: Device, collected: Collected) -> list[Experience]:
     """Old values, reference logprobs, GAE, and advantages whitened over the whole step.
+
+    Where all completions earned the same, advantages are 0: whitening would blow the critic's noise up to unit variance.
 
     A completion cut at its length limit ends like any other, with a value of 0 after its last token: there is no later
     reward, and the term `unfinished` already says what being cut is worth.
@@ -105,11 +109,17 @@ def estimate(task: PpoTask, settings: Ppo, device: Device, collected: Collected)
         advantages, returns = gae(rewards, values, batch.loss_mask, gamma=settings.gamma, gae_lambda=settings.gae_lambda)
         experience.append(Experience(batch, reference, values, advantages, returns))
     if experience:
-        whitened = whiten(sampled_tokens(experience, "advantages"))
+        advantages = sampled_tokens(experience, "advantages")
+        whitened = whiten(advantages) if rewards_differ(collected) else torch.zeros_like(advantages)
         lengths = [int(part.batch.loss_mask.sum()) for part in experience]
         for part, advantages in zip(experience, whitened.split(lengths), strict=True):
             part.advantages = torch.zeros_like(part.advantages).masked_scatter(part.batch.loss_mask, advantages)
     return experience
+
+
+def rewards_differ(collected: Collected) -> bool:
+    """Whether the step's rewards say which completions are better."""
+    return bool((collected.rewards != collected.rewards[0]).any())
 
 
 def critic_values(critic: ValueModel, batch: MicroBatch, device: Device) -> Tensor:
@@ -144,10 +154,14 @@ def update_both(
 ) -> dict[str, float]:
     """Passes over random mini-batches; a mini-batch beyond `early_stop_kl` ends the step, leaving everything as it is.
 
+    The first `critic_warmup_steps` steps, and steps without signal and KL, move the critic alone.
+
     Metrics are means over the mini-batches that were applied, each weighing by its tokens (gradient norms: all alike). The KL
     of a mini-batch that ended the step stands apart, as `policy/approx_kl_at_stop`.
     """
     located = {int(row): (part, place) for part in experience for place, row in enumerate(part.batch.rows)}
+    # advantages of an untrained critic are noise, and without any difference in reward there is nothing to learn from
+    with_policy = step >= settings.critic_warmup_steps and (settings.kl_coef > 0 or rewards_differ(collected))
     stopped: dict[str, float] = {}
     first: list[dict[str, float]] = []
     applied: list[dict[str, float]] = []
@@ -162,7 +176,7 @@ def update_both(
             stopped = {"policy/approx_kl_at_stop": approx_kl, "train/early_stops": task.state.count("early_stops", 1)}
             break
         applied += parts
-        for group, update in apply_gradients(task, settings, step, chosen).items():
+        for group, update in apply_gradients(task, step, chosen, with_policy=with_policy).items():
             updates[group].append(update)
     metrics = update_metrics(first, applied) | stopped
     for group, done in updates.items():
@@ -181,14 +195,11 @@ def mini_batches(rows: Sequence[int], settings: Ppo, step: int) -> Iterator[list
             yield [rows[place] for place in order[start : start + settings.mini_batch_size]]
 
 
-def apply_gradients(task: PpoTask, settings: Ppo, step: int, chosen: Sequence[int]) -> dict[str, Update]:
-    """One optimizer step of both models, by metric group.
-
-    During the first `critic_warmup_steps` steps only the critic moves: advantages of an untrained critic are noise.
-    """
+def apply_gradients(task: PpoTask, step: int, chosen: Sequence[int], *, with_policy: bool) -> dict[str, Update]:
+    """One optimizer step of the critic and, `with_policy`, of the policy, by metric group."""
     policy, critic = task.state.updaters["policy"], task.state.updaters["critic"]
     context = f"rows {chosen[:8]} of the rollout"
-    if step < settings.critic_warmup_steps:
+    if not with_policy:
         policy.discard()
         return {"value": critic.update(step, context=context)}
     return {"train": policy.update(step, context=context), "value": critic.update(step, context=context)}

@@ -36,6 +36,9 @@ class Prompts(Protocol):
     def batch(self, epoch: int, index: int) -> list[PromptTask]: ...
 
 
+WARN_AFTER_ZERO_SIGNAL = 5
+
+
 @dataclass(slots=True)
 class RolloutTask:
     """What every stage that samples gives to its loop; `policy` is the module that `state` trains and `rollout` samples from."""
@@ -48,6 +51,7 @@ class RolloutTask:
     score: Scorer
     decode: Callable[[Sequence[int]], str]
     pad_id: int
+    warn: Callable[[str], None]
 
 
 @dataclass(slots=True)
@@ -84,7 +88,7 @@ def train_rollouts(
     take_step: Step,
     *,
     table_rows: int,
-    counters: Sequence[str],
+    counters: Sequence[str] = (),
 ) -> dict[str, float]:
     """Trains to the end; the summary holds means over the last tenth of the steps, and the run's totals.
 
@@ -113,7 +117,16 @@ def train_rollouts(
         return metrics
 
     run_steps(state, recorder, steps, one_step)
-    return state.summary("tokens_seen", *counters)
+    return state.summary("tokens_seen", "zero_signal_steps", *counters)
+
+
+def count_zero_signal(task: RolloutTask, signal: bool) -> float:
+    """Counts the steps whose rewards had nothing to compare, and warns of every few in a row; the total so far."""
+    counters = task.state.counters
+    in_a_row = counters["zero_signal_in_a_row"] = 0.0 if signal else counters.get("zero_signal_in_a_row", 0.0) + 1
+    if not signal and in_a_row % WARN_AFTER_ZERO_SIGNAL == 0:
+        task.warn(f"{in_a_row:.0f} steps in a row whose completions all earned the same: rewards teach nothing")
+    return task.state.count("zero_signal_steps", float(not signal))
 
 
 def collect(tasks: list[PromptTask], keys: Sequence[int], rollout: Rollout, score: Scorer) -> Collected:
