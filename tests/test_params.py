@@ -69,8 +69,12 @@ def fault(tree: Any) -> str:
         ("grpo.max_new_tokens", 10**6, "grpo.max_prompt_len + grpo.max_new_tokens = "),
         ("eval.max_new_tokens", 2048, "eval.max_new_tokens=2048: must be < model.max_position_embeddings=2048"),
         ("ppo.critic_warmup_steps", 22, "ppo.critic_warmup_steps=22: must be < max_steps=22"),
+        *((f"{name}.temperature", 0.0099, f"{name}.temperature=0.0099: ") for name in ("ppo", "grpo", "agent", "eval")),
+        ("grpo.temperature", 1e-42, "grpo.temperature=1e-42: "),
         ("model.rope_theta", 1.0, "model.rope_theta=1.0: "),
         ("model.rope_theta", float("inf"), "model.rope_theta=inf: "),
+        ("grpo.epochs", 0, "grpo.epochs=0: "),
+        ("lora.epochs", 0, "lora.epochs=0: "),
         ("pretrain.epochs", 0, "pretrain.epochs=0: must be >= 1 with init_from: null"),
     ],
 )
@@ -119,6 +123,7 @@ def test_every_impossible_combination_is_reported_at_once() -> None:
         {"pretrain.epochs": 0, "pretrain.init_from": "a.pth"},
         {"full_sft.epochs": 0},  # takes pretrain's weights over
         {"model.rope_theta": 1.5},
+        {"ppo.temperature": 0.01, "grpo.temperature": 0.01, "agent.temperature": 0.01, "eval.temperature": 0.01},
     ],
 )
 def test_what_lies_just_inside_is_accepted(changes: dict[str, Any]) -> None:
@@ -177,6 +182,65 @@ def test_file_that_is_no_mapping_no_yaml_or_absent(tmp_path: Path) -> None:
         load_params(tmp_path / "absent.yaml")
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        "[" * 3000 + "]" * 3000,
+        "{a: " * 3000 + "}" * 3000,
+        "!!int ten",
+        "!!bool maybe",
+        "!!float ''",
+        "2001-06-31",
+        "9" * 5000,
+        '"\\UFFFFFFFF"',
+    ],
+)
+def test_values_that_the_reader_chokes_on_are_one_line(tmp_path: Path, value: str) -> None:
+    text = (ROOT / "params.yaml").read_text(encoding="utf-8").replace("max_rows_per_set: 10000", f"max_rows_per_set: {value}")
+    (tmp_path / "params.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(ParamsError, match="params.yaml: not readable as YAML: ") as caught:
+        load_params(tmp_path / "params.yaml")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("depth", [10, 50, 100, 150, 200, 300, 500])
+def test_nesting_of_any_depth_is_one_line(tmp_path: Path, depth: int) -> None:
+    """The reader, the validation and the message recurse, and none may end in a traceback where the others still can."""
+    text = (ROOT / "params.yaml").read_text(encoding="utf-8")
+    (tmp_path / "params.yaml").write_text(text.replace("epochs: 5", "epochs: " + "[" * depth + "]" * depth, 1), encoding="utf-8")
+    with pytest.raises(ParamsError) as caught:
+        load_params(tmp_path / "params.yaml")
+    assert len(str(caught.value)) < 300 and "\n" not in str(caught.value)
+
+
+def test_aliases_and_enormous_values_are_shown_in_short() -> None:
+    billion: Any = "x"
+    for _ in range(30):
+        billion = [billion] * 9
+    endless: dict[str, Any] = {}
+    endless["sets"] = endless
+    for key, value in (("pretrain.epochs", billion), ("pretrain.epochs", 10**5000), ("reward.external", [endless])):
+        line = fault(changed_in_place(key, value))
+        assert line.startswith(f"params.yaml: {key}=") and len(line) < 200
+    with pytest.raises(ParamsError) as caught:
+        parse_params({**TREE, "data": endless})
+    assert all("\n" not in line and len(line) < 200 for line in caught.value.lines)
+
+
+def changed_in_place(key: str, value: Any) -> dict[str, Any]:
+    """As `changed`, without a copy of what is shared inside `value`."""
+    section, name = key.split(".")
+    return {**TREE, section: {**TREE[section], name: value}}
+
+
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "params.yaml").mkdir()
+    with pytest.raises(ParamsError, match=r"params\.yaml: cannot be read: Is a directory"):
+        load_params(tmp_path / "params.yaml")
+    with pytest.raises(ParamsError, match="cannot be read: File name too long"):
+        load_params(tmp_path / ("x" * 5000))
+
+
 def test_values_are_frozen_and_read_as_yaml_1_2() -> None:
     params = parse_params(TREE)
     with pytest.raises(ValueError, match="frozen"):
@@ -211,6 +275,20 @@ def test_foreign_weights_must_lie_below_external(tmp_path: Path, key: str, kind:
     for bad in (outside, str(tmp_path / good), "None", "", "."):
         with pytest.raises(ParamsError, match=f"{key}=.*: must be null or a path relative to external/"):
             load_params(written(tmp_path, key, bad))
+
+
+SOURCES = [f"data.sets.{name}.source" for name in TREE["data"]["sets"]]
+
+
+@pytest.mark.parametrize("key", [*KINDS, *SOURCES])
+def test_a_name_that_no_file_can_have_is_one_short_line(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ParamsError) as caught:
+        load_params(written(tmp_path, key, "x" * 5000))
+    assert str(caught.value) == f"params.yaml: {key}='{'x' * 56}...: File name too long"
+
+
+def test_sources_may_be_absent_until_their_stage_runs(tmp_path: Path) -> None:
+    assert load_params(written(tmp_path, SOURCES[0], "absent.jsonl")).data.sets.pretrain.source == "absent.jsonl"
 
 
 def test_stage_refuses_before_heavy_imports(tmp_path: Path) -> None:

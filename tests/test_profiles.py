@@ -100,6 +100,27 @@ def test_use_outside_git_knows_the_profiles_alone(project: Path) -> None:
         use_profile("micro", project)
 
 
+def test_what_is_no_file_is_one_line(project: Path) -> None:
+    (project / "params.yaml").unlink()
+    (project / "params.yaml").mkdir()
+    for force in ([], ["--force"]):
+        code, said = use(project, "micro", *force)
+        assert (code, said.count("\n")) == (2, 1) and "params.yaml: Is a directory; " in said
+    (project / "params.yaml").rmdir()
+    (project / "profiles/folder.yaml").mkdir()
+    assert use(project, "folder")[1].startswith("profile 'folder': no such file in profiles/; known: micro, minimind")
+    (project / "params.yaml").write_text("# mine\n", encoding="utf-8")
+    code, said = use(project, "micro")
+    assert (code, said.count("\n")) == (2, 1) and "--force" in said
+
+
+def test_outside_the_root_it_says_so(project: Path) -> None:
+    (project / "data").mkdir()
+    code, said = use(project / "data", "micro")
+    assert (code, said.count("\n")) == (2, 1)
+    assert said.startswith(f"{project / 'data'}: ") and "not the repository root" in said
+
+
 def test_unknown_and_invalid_profiles(project: Path) -> None:
     assert use(project, "minimind-mow") == (
         2,

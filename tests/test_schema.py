@@ -136,6 +136,20 @@ FAULTS = [
     ("pretrain", b'{"text": "a", "text": "b"}', "repeated key 'text'"),
     ("pretrain", b'{"text": "\\ud83d"}', "lone surrogate"),
     ("pretrain", b"[" * 100_000, "nested too deeply"),
+    *(("pretrain", b'{"text":' + b"[" * n + b'"\\u0000"' + b"]" * n + b"}", "nested too deeply") for n in (100, 500, 900, 980)),
+    *(("pretrain", b'{"text":' + b'{"a":' * n + b"1" + b"}" * n + b"}", "nested too deeply") for n in (100, 900, 980)),
+    ("full_sft", {"conversations": [system(tools="[" * 500 + "]" * 500), *GOOD_CHAT]}, "tools: not usable JSON: nested too"),
+    ("pretrain", b'{"text":' + b"[" * 99 + b'"\\u0000"' + b"]" * 99 + b"}", "NUL character"),
+    ("pretrain", b'{"text": 1e999}', "1e999' is beyond the range of numbers"),
+    ("pretrain", b'{"text": -1e999}', "-1e999' is beyond the range of numbers"),
+    ("pretrain", b'{"text": ' + b"9" * 400 + b".0}", "beyond the range of numbers"),
+    ("pretrain", b'{"text": Infinity}', "Infinity is no JSON number"),
+    ("agent", b'{"conversations": [], "gt": [1e999]}', "1e999' is beyond the range of numbers"),
+    (
+        "full_sft",
+        {"conversations": [user(), assistant(tool_calls=[CALL | {"arguments": '{"x": 1e400}'}])]},
+        "1e400' is beyond the range of numbers",
+    ),
     # fields
     ("pretrain", ["a"], "must be an object with text"),
     ("pretrain", {"text": 3}, "text: must be a string, got 3"),
@@ -232,6 +246,17 @@ def test_windows_line_ends_and_a_missing_last_one_are_accepted(tmp_path):
 def test_surrogate_pairs_and_escaped_backslashes_are_text(tmp_path):
     rows = read_source(write(tmp_path, b'{"text": "\\ud83d\\ude00 \\\\ud83d \\\\u0000"}'), "pretrain")
     assert rows[0].value["text"] == "\U0001f600 \\ud83d \\u0000"
+
+
+def test_nesting_and_numbers_just_inside_are_data(tmp_path):
+    deep = '{"a": ' * 94 + "{}" + "}" * 94
+    wide = json.dumps([{"name": f"f{i}", "parameters": [[], {}]} for i in range(300)])
+    row = {
+        "conversations": [system(tools=wide), user(), assistant("", tool_calls=[{"name": "f", "arguments": json.loads(deep)}])]
+    }
+    number = b'{"conversations": [{"role": "user", "content": "[{[{"}, {"role": "assistant", "content": ""}], "gt": [1.5e308]}'
+    assert len(read_source(write(tmp_path, row), "full_sft")) == 1
+    assert read_source(write(tmp_path, number), "agent")[0].value["gt"] == ["1.5e+308"]
 
 
 def test_no_file_and_no_rows(tmp_path):

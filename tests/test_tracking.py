@@ -236,6 +236,99 @@ def test_a_damaged_save_is_skipped(repository: Path, capsys: pytest.CaptureFixtu
     assert warned == (damage != "no commit")
 
 
+@pytest.mark.parametrize("name", ["metrics", "samples"])
+@pytest.mark.parametrize(
+    ("damage", "step"),
+    [("short", 2), ("no last line end", 2), ("gone", 0), ("garbled", 0), ("NULs for the rest", 0), ("a folder", None)],
+)
+def test_a_save_whose_records_are_damaged_is_skipped_before_training(
+    repository: Path, capsys: pytest.CaptureFixture[str], name: str, damage: str, step: int | None
+) -> None:
+    """Else the run trains to its end and fails at writing the curve, at every try again."""
+    with pytest.raises(SystemExit), _open(repository) as run:
+        for number in range(1, 6):
+            run.log(number, {"x": number})
+            run.log_samples(number, [{"text": str(number)}])
+            if number in (2, 4):
+                run.save(number, {"step": number})
+        _interrupt(run)
+    folder = run.folder
+    path: Path = getattr(folder, name)
+    data = path.read_bytes()
+    end = read_json(folder.commit(4))[f"{name}_bytes"]
+    if damage in ("gone", "a folder"):
+        path.unlink()
+    match damage:
+        case "short":
+            path.write_bytes(b"".join(data.splitlines(keepends=True)[:2]))
+        case "no last line end":
+            path.write_bytes(data[: end - 1] + b"}" + data[end:])
+        case "garbled":
+            path.write_bytes(b"x" + data[1:])
+        case "NULs for the rest":
+            path.write_bytes(data[:10] + bytes(len(data) - 10))
+        case "a folder":
+            path.mkdir()
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended, _open(repository) as run:
+        assert run.resumed_step == step and run.load() == ({"step": step} if step else None)
+        assert [line["step"] for line in _strict_lines(path)] == [1, 2][:step]
+        for number in range(run.resumed_step + 1, 6):
+            run.log(number, {"x": number})
+        write_curve(repository / "x.csv", folder.metrics, every=1)
+        raise SystemExit(0)
+    lines = capsys.readouterr().err.splitlines()
+    if step is None:
+        assert ended.value.code == 1 and len(lines) == 1 and f"{path}: is a folder" in lines[0]
+    else:
+        assert ended.value.code == 0 and "state-00000004.pt: damaged, skipped" in lines[0]
+        assert (repository / "x.csv").read_text() == "step,x\n" + "".join(f"{n},{n}\n" for n in range(1, 6))
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"code": 1, "rea', b"[1]", b"\xff", bytes(20), b"[" * 10**5])
+@pytest.mark.parametrize("name", ["exit", "about", "cursor"])
+def test_a_torn_description_counts_as_absent(
+    repository: Path, capsys: pytest.CaptureFixture[str], name: str, torn: bytes
+) -> None:
+    folder = _saved_twice(repository)
+    path: Path = getattr(folder, name)
+    path.write_bytes(torn)
+    capsys.readouterr()
+    assert read_json(path) == {}
+    warning = capsys.readouterr().err
+    assert warning.startswith(f"{path}: unreadable, counts as absent (") and warning.count("\n") == 1
+    with _open(repository) as run:
+        assert run.folder == folder and run.resumed_step == 4
+    assert read_json(folder.exit)["code"] == 0 and read_json(folder.about)["stage"] == "grpo"
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if "run .runs" not in line] == ([warning[:-1]] if name != "cursor" else [])
+
+
+def test_stray_files_beside_the_runs_are_passed_over(repository: Path) -> None:
+    first = _saved_twice(repository)
+    recipe = first.path.parent
+    for stray in ("7", "0", "³", "007", "x"):
+        (recipe / stray).touch()
+    with _open(repository) as run:
+        assert run.folder == first and run.resumed_step == 4
+    assert _run_path(repository).name == "8"
+    assert _run_path(repository).name == "9"
+
+
+def test_a_file_in_place_of_a_runs_folder_is_one_line(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = _run_path(repository).parent
+    for path in recipe.rglob("*"):
+        path.unlink() if path.is_file() else None
+    (recipe / "1").rmdir()
+    recipe.rmdir()
+    recipe.touch()
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended, _open(repository):
+        pass
+    said = capsys.readouterr().err
+    assert ended.value.code == 1 and said.count("\n") == 1 and f"{recipe}: File exists" in said
+
+
 def test_the_newest_intact_save_cuts_the_records(repository: Path) -> None:
     folder = _saved_twice(repository)
     with _open(repository) as run:
@@ -295,6 +388,19 @@ def test_a_full_disk_keeps_the_save_before(
     assert not list(run.folder.path.glob("*.tmp"))
     with _open(repository) as run:
         assert run.load() == {"step": 1}
+
+
+def test_a_description_that_cannot_be_written_leaves_the_old_one_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_json(tmp_path / "a.json", {"a": 1})
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_json(tmp_path / "a.json", {"a": 2})
+    assert read_json(tmp_path / "a.json") == {"a": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
 def test_a_state_comes_back_or_is_refused(tmp_path: Path) -> None:
@@ -551,6 +657,63 @@ def test_a_torn_last_line_does_not_stop_the_feeder(tracked: Path) -> None:
     assert _feed(tracked) == 0
     assert [step for step, _ in _history(tracked, "loss")] == [1, 2, 3]
     assert _mlflow_run(tracked).info.status == "FAILED"
+
+
+def test_damaged_lines_do_not_stop_the_feeder(tracked: Path) -> None:
+    folder = _record(tracked, range(1, 5), end=_interrupt)
+    for path in (folder.metrics, folder.samples):
+        lines = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(b"".join([lines[0], bytes(len(lines[1]) - 1), b"\n", *lines[2:]]))
+    assert _feed(tracked) == 0
+    assert [step for step, _ in _history(tracked, "loss")] == [1, 3, 4]
+    assert _mlflow_run(tracked).info.status == "FAILED"
+
+
+@pytest.mark.parametrize("fed", [0, 2])
+def test_a_full_disk_leaves_no_mlflow_run_open(tracked: Path, monkeypatch: pytest.MonkeyPatch, fed: int) -> None:
+    """The cursor cannot be written, neither at the first connection nor after some steps have arrived."""
+    from mlflow import MlflowClient
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("pipeline.tracking.feeder.GIVE_UP_S", 0.2)
+    if fed:
+        _record(tracked, range(1, fed + 1), save=fed, end=_interrupt)
+        assert _feed(tracked) == 0
+    folder = _record(tracked, range(fed + 1, 4), end=_interrupt)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        assert _feed(tracked) == 1
+    assert not list(folder.path.glob("*.tmp"))
+    client = MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
+    experiment = client.get_experiment_by_name("minimind")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id], f"tags.`run.uid` = '{read_json(folder.about)['uid']}'")
+    assert run.info.status == "FAILED" and run.data.tags["exit.reason"] == "RuntimeError: grpo breaks"
+    assert run.info.end_time == round(read_json(folder.exit)["time_s"] * 1000)
+    assert len(client.get_metric_history(run.info.run_id, "loss")) == fed  # what could not be noted was not sent
+    assert _feed(tracked) == 0  # with space again
+    assert [step for step, _ in _history(tracked, "loss")] == [1, 2, 3] and _mlflow_run(tracked).info.run_id == run.info.run_id
+
+
+def test_a_lost_cursor_doubles_nothing(tracked: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = _record(tracked, range(1, 4))
+    assert _feed(tracked) == 0
+    sent = _mlflow_run(tracked).info.run_id
+    folder.cursor.write_text('{"run_id": "')
+    assert _feed(tracked) == 0
+    assert "feeder.json: unreadable" in capsys.readouterr().err
+    assert _mlflow_run(tracked).info.run_id == sent and [step for step, _ in _history(tracked, "loss")] == [1, 2, 3]
+
+
+def test_a_folder_without_a_description_cannot_be_fed(tracked: Path) -> None:
+    folder = _record(tracked, range(1, 4))
+    folder.about.write_text("{")
+    command = [sys.executable, "-m", "pipeline.tracking.feeder", str(folder.path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith(f"feeder: {folder.about}: missing or unreadable;")
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("arrives", [True, False])

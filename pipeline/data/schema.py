@@ -5,9 +5,11 @@ names the reason and the caller drops, lists and counts it. No torch, no tokeniz
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from enum import StrEnum
+from itertools import chain
 from typing import Any, NamedTuple, NoReturn
 
 Message = dict[str, Any]
@@ -19,7 +21,10 @@ OWNERS = {
     "tool_calls": "assistant",
     "tools": "system",
 }  # the template renders them nowhere else
+MAX_DEPTH = 100  # far more than tools need, far less than the functions that recurse into a value can stand
 SUSPICIOUS_ESCAPE = re.compile(r"\\u(?:[dD][89a-fA-F]|0000)")
+
+TOO_DEEP = f"not usable JSON: nested too deeply (more than {MAX_DEPTH} levels)"
 
 
 class Kind(StrEnum):
@@ -82,17 +87,19 @@ def _says_something(message: Message) -> bool:
 
 
 def decode_json(text: str) -> Any:
-    """The value of strict JSON: no NaN, no repeated key, no lone surrogate, no NUL.
+    """The value of strict JSON: no NaN, no infinity (1e999), no repeated key, no lone surrogate, no NUL, no endless nesting.
 
     Raises:
         ValueError: one readable reason.
     """
     try:
-        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite_float)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg} at character {error.pos + 1}") from None
     except RecursionError:
-        raise ValueError("not usable JSON: nested too deeply") from None
+        raise ValueError(TOO_DEEP) from None
+    if text.count("[") + text.count("{") > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
+        raise ValueError(TOO_DEEP)
     if SUSPICIOUS_ESCAPE.search(text):
         decoded = json.dumps(value, ensure_ascii=False)
         if re.search("[\ud800-\udfff]", decoded):
@@ -112,6 +119,22 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"not JSON: {name} is no JSON number")
+
+
+def _finite_float(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError(f"not usable JSON: {_shown(digits)} is beyond the range of numbers")
+    return value
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    """Whether something lies inside more than `depth` lists and objects; looked at level by level, without recursion."""
+    level = [value]
+    for _ in range(depth + 1):
+        containers = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        level = list(chain.from_iterable(containers))
+    return bool(level)
 
 
 def _holds_nul(value: Any) -> bool:

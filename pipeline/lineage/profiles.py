@@ -18,24 +18,32 @@ def use_profile(name: str, root: Path, *, force: bool = False) -> None:
         force: also when the present `params.yaml` holds edits that would be lost.
 
     Raises:
-        ParamsError: no such profile, the profile is not valid, or `params.yaml` equals neither HEAD's nor a profile.
+        ParamsError: no such profile or no profiles at all, the profile is not valid, `params.yaml` equals neither HEAD's nor a
+            profile, or cannot be written.
     """
-    profiles = {path.stem: path for path in sorted((root / "profiles").glob("*.yaml"))}
+    profiles = {path.stem: path for path in sorted((root / "profiles").glob("*.yaml")) if path.is_file()}
+    if not profiles:
+        raise ParamsError(f"{root}: has no profiles/*.yaml, so it is not the repository root; run the command there")
     if name not in profiles:
         near = difflib.get_close_matches(name, profiles, n=1)
         hint = f"did you mean `{near[0]}`?" if near else "known: " + ", ".join(profiles)
         raise ParamsError(f"profile {name!r}: no such file in profiles/; {hint}")
     parse_params(read_yaml(profiles[name]), f"profiles/{name}.yaml")
     target = root / "params.yaml"
-    if (
-        not force
-        and target.exists()
-        and target.read_bytes() not in [_committed(root), *(p.read_bytes() for p in profiles.values())]
-    ):
+    try:
+        if not force and target.exists() and not _is_kept_elsewhere(target, list(profiles.values())):
+            raise ParamsError(
+                "params.yaml: holds edits that are neither committed nor a profile; commit them, or add --force to lose them"
+            )
+        target.write_bytes(profiles[name].read_bytes())
+    except OSError as error:
         raise ParamsError(
-            "params.yaml: holds edits that are neither committed nor a profile; commit them, or add --force to lose them"
-        )
-    target.write_bytes(profiles[name].read_bytes())
+            f"{error.filename or target}: {error.strerror}; params.yaml must be a file that can be replaced"
+        ) from None
+
+
+def _is_kept_elsewhere(target: Path, profiles: list[Path]) -> bool:
+    return target.read_bytes() in [_committed(target.parent), *(path.read_bytes() for path in profiles)]
 
 
 def _committed(root: Path) -> bytes | None:

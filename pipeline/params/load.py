@@ -1,6 +1,7 @@
 """Reads and validates `params.yaml`; every fault becomes one line with its dotted path."""
 
 import difflib
+import reprlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,11 @@ def parse_params(tree: Any, source: str = "params.yaml") -> Params:
 def check_files(params: Params, root: Path) -> None:
     """Checks that what `init_from` and `external` name exists below `root/external`, where DVC hashes it.
 
+    Sources of data may still be absent, as only the stages `data@SET` read them; their names must be possible ones.
+
     Raises:
-        ParamsError: one line per path that leaves external/, is absent, or is a file instead of a folder or the reverse.
+        ParamsError: one line per path that leaves external/, is absent, or is a file instead of a folder or the reverse, or
+            that the operating system refuses.
     """
     named = {
         "tokenizer.init_from": (params.tokenizer.init_from, "folder"),
@@ -49,18 +53,31 @@ def check_files(params: Params, root: Path) -> None:
         "full_sft.init_from": (params.full_sft.init_from, "file"),
         "reward.external": (params.reward.external, "folder"),
     }
-    faults = []
-    for key, (given, kind) in named.items():
-        if given is None:
-            continue
-        path = Path(given)
-        target = root / "external" / path
-        if given in ("", ".", "None") or path.is_absolute() or ".." in path.parts:
-            faults.append(f"{key}={given!r}: must be null or a path relative to external/, without `..`")
-        elif not (target.is_file() if kind == "file" else target.is_dir()):
-            faults.append(f"{key}={given!r}: no such {kind}: external/{given}; put it there, or write null")
+    faults = [
+        fault for key, (given, kind) in named.items() if given is not None for fault in _foreign_faults(given, kind, root, key)
+    ]
+    for name, entry in params.data.sets:
+        try:
+            (root / entry.source).exists()
+        except OSError as error:
+            faults.append(f"data.sets.{name}.source={_shown(entry.source)}: {error.strerror}")
     if faults:
         raise ParamsError(*(f"params.yaml: {fault}" for fault in faults))
+
+
+def _foreign_faults(given: str, kind: str, root: Path, key: str) -> Iterator[str]:
+    path = Path(given)
+    target = root / "external" / path
+    if given in ("", ".", "None") or path.is_absolute() or ".." in path.parts:
+        yield f"{key}={_shown(given)}: must be null or a path relative to external/, without `..`"
+        return
+    try:
+        there = target.is_file() if kind == "file" else target.is_dir()
+    except OSError as error:
+        yield f"{key}={_shown(given)}: {error.strerror}"
+        return
+    if not there:
+        yield f"{key}={_shown(given)}: no such {kind}: external/{given}; put it there, or write null"
 
 
 def _lines(faults: Sequence[Any]) -> Iterator[str]:
@@ -80,8 +97,16 @@ def _lines(faults: Sequence[Any]) -> Iterator[str]:
             case "value_error":  # of `Section._fits`
                 yield from (f"{path}.{line}" if path else line for line in str(fault["ctx"]["error"]).splitlines())
             case _:
-                shown = repr(given) if len(repr(given)) <= 60 else repr(given)[:57] + "..."
-                yield f"{path}={shown}: {fault['msg'][0].lower()}{fault['msg'][1:]}"
+                yield f"{path}={_shown(given)}: {fault['msg'][0].lower()}{fault['msg'][1:]}"
+
+
+def _shown(value: Any) -> str:
+    """The value as it was given, cut to 60 characters; a container in short, as YAML's aliases let few lines hold billions."""
+    try:
+        text = repr(value) if isinstance(value, str | float) else reprlib.repr(value)
+    except ValueError:  # more digits than Python writes out
+        return "an enormous number"
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _meant(loc: tuple[Any, ...], missing: set[tuple[Any, ...]]) -> str | None:

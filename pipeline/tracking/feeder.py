@@ -2,7 +2,8 @@
 
 A process of its own, started by the trainer and outliving it by seconds. While the trainer lives it sends what a save
 has made final; after an orderly end, everything. It then closes the MLflow run with the truth: FINISHED for exit code 0,
-KILLED after a signal, FAILED otherwise. Run on a folder again, it sends what is missing and nothing twice.
+KILLED after a signal, FAILED otherwise. Run on a folder again, it sends what is missing and nothing twice. It sends nothing
+that it cannot note in feeder.json; when a full disk keeps it from that, it closes the MLflow run all the same.
 """
 
 import json
@@ -19,14 +20,15 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 
-from pipeline.supervise import hold, is_held, now_s
+from pipeline.errors import PipelineError
+from pipeline.supervise import exit_on_error, hold, is_held, lasting_stderr, now_s
 from pipeline.tracking.description import flatten
 from pipeline.tracking.run_folder import RunFolder, read_json, write_json
 from pipeline.tracking.saves import committed_sizes
 from pipeline.tracking.store import open_store
 
 POLL_S = 1.0
-GIVE_UP_S = 20.0  # without a working server, counted from the end of the trainer
+GIVE_UP_S = 20.0  # without a working server or disk, counted from the end of the trainer
 MAX_METRICS = 1000  # per request
 MAX_PARAMS = 100
 # MLflow finds tables through a tag of at most 8000 characters, about 100 tables. A table is sent once it holds this share
@@ -59,18 +61,24 @@ class Cursor:
 
 
 class Feeder:
-    """Sends one run folder to one MLflow run."""
+    """Sends one run folder to one MLflow run.
+
+    Raises:
+        PipelineError: the folder has no readable run.json.
+    """
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self._about = read_json(folder.about)
+        if not self._about:
+            raise PipelineError(f"{folder.about}: missing or unreadable; the next start of the stage writes it again")
         self._positions = {"metrics": 0, "samples": 0}
         self._seen_samples = 0
         self._client: MlflowClient | None = None
         self._cursor = Cursor()
 
     def run(self) -> int:
-        """Feeds until the trainer has ended and all is sent; the exit code is 1 when the server stayed away."""
+        """Feeds until the trainer has ended and all is sent; the exit code is 1 when the server or the disk stayed away."""
         ended_at: float | None = None
         while True:
             alive = is_held(self._folder.lock)
@@ -79,20 +87,29 @@ class Feeder:
                 client = self._connect()
                 self._send_all(client, final=not alive)
                 if not alive:
-                    self._close(client)
+                    self._close(client, self._cursor.run_id)
                     return 0
             except (MlflowException, OSError) as error:
-                print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} not sent: {error}", flush=True)
+                _note(f"not sent: {error}")
                 self._client = None
             if not alive:
                 ended_at = ended_at or time.monotonic()
                 if time.monotonic() - ended_at > GIVE_UP_S:
+                    self._give_up()
                     return 1
             time.sleep(POLL_S)
 
+    def _give_up(self) -> None:
+        """Closes the MLflow run although records are missing there, which needs the server but no space on this disk."""
+        try:
+            client, run_id = self._find()
+            self._close(client, run_id)
+        except (MlflowException, OSError) as error:
+            _note(f"not closed: {error}")
+
     def _follow_attempt(self) -> None:
         """Starts again at the top of the files when the trainer was restarted: it has cut them."""
-        about = read_json(self._folder.about)
+        about = read_json(self._folder.about) or self._about
         if about["attempt"] != self._about["attempt"]:
             self._about = about
             self._positions = {"metrics": 0, "samples": 0}
@@ -101,10 +118,7 @@ class Feeder:
     def _connect(self) -> MlflowClient:
         if self._client is not None:
             return self._client
-        about = self._about
-        client, experiment_id = open_store(about["tracking_uri"], Path(about["root"]))
-        found = client.search_runs([experiment_id], f"tags.`run.uid` = '{about['uid']}'", max_results=1)
-        run_id = found[0].info.run_id if found else self._create(client, experiment_id)
+        client, run_id = self._find()
         state = read_json(self._folder.cursor)
         # Another server, or a store that was deleted, receives the whole history.
         self._cursor = Cursor(**state) if state.get("run_id") == run_id else Cursor(run_id=run_id)
@@ -114,6 +128,13 @@ class Feeder:
         client.update_run(run_id, status="RUNNING")
         self._client = client
         return client
+
+    def _find(self) -> tuple[MlflowClient, str]:
+        """A client and the id of the MLflow run, made when it is new."""
+        about = self._about
+        client, experiment_id = open_store(about["tracking_uri"], Path(about["root"]))
+        found = client.search_runs([experiment_id], f"tags.`run.uid` = '{about['uid']}'", max_results=1)
+        return client, found[0].info.run_id if found else self._create(client, experiment_id)
 
     def _create(self, client: MlflowClient, experiment_id: str) -> str:
         about = self._about
@@ -141,7 +162,7 @@ class Feeder:
         self._cursor.pending = None
 
     def _send_all(self, client: MlflowClient, *, final: bool) -> None:
-        everything = final and self._folder.exit.exists()
+        everything = final and bool(read_json(self._folder.exit))
         sizes = committed_sizes(self._folder)
         metrics_end = self._folder.metrics.stat().st_size if everything else sizes["metrics_bytes"]
         samples_end = self._folder.samples.stat().st_size if everything else sizes["samples_bytes"]
@@ -179,12 +200,12 @@ class Feeder:
         self._save_cursor()
         self._positions["samples"] = end
 
-    def _close(self, client: MlflowClient) -> None:
+    def _close(self, client: MlflowClient, run_id: str) -> None:
         end = read_json(self._folder.exit)
         code = end.get("code")
         status = "FINISHED" if code == 0 else "KILLED" if code is None or code > 128 else "FAILED"
-        client.set_tag(self._cursor.run_id, "exit.reason", end.get("reason", "killed; the process left no word"))
-        client.set_terminated(self._cursor.run_id, status, _ms(end.get("time_s", now_s())))
+        client.set_tag(run_id, "exit.reason", end.get("reason", "killed; the process left no word"))
+        client.set_terminated(run_id, status, _ms(end.get("time_s", now_s())))
 
     def _save_cursor(self) -> None:
         write_json(self._folder.cursor, asdict(self._cursor))
@@ -197,11 +218,18 @@ def _ms(seconds: float) -> int:
 def _lines(path: Path, start: int, end: int) -> Iterator[dict[str, Any]]:
     """The JSON lines between two byte positions; none when `end` lies before `start`.
 
-    What follows the last line's end is left out: a full disk or an end at once may have torn it.
+    What follows the last line's end is left out: a full disk or an end at once may have torn it. So are damaged lines.
     """
     with path.open("rb") as file:
         file.seek(start)
-        yield from map(json.loads, file.read(max(0, end - start)).split(b"\n")[:-1])
+        lines = file.read(max(0, end - start)).split(b"\n")[:-1]
+    for line in lines:
+        with suppress(ValueError):
+            yield json.loads(line)
+
+
+def _note(line: str) -> None:
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}", file=sys.stderr, flush=True)
 
 
 def _batches(metrics: Iterable[Metric]) -> Iterator[list[Metric]]:
@@ -222,7 +250,8 @@ def main() -> int:
     with suppress(OSError):
         os.nice(10)  # never at the cost of training
     folder = RunFolder(Path(sys.argv[1]).resolve())
-    with hold(folder.feeder_lock, wait=True):
+    # Its log may lie on a full disk, which must not end it.
+    with lasting_stderr(), exit_on_error("feeder"), hold(folder.feeder_lock, wait=True):
         return Feeder(folder).run()
 
 

@@ -15,7 +15,7 @@ class JsonLines:
 
     Args:
         path: the file; made when absent.
-        size: bytes to keep of what is there.
+        size: bytes to keep of what is there, at most all (a longer one would append NULs); `newest_save` sees to it.
     """
 
     def __init__(self, path: Path, size: int) -> None:

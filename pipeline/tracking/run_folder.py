@@ -16,11 +16,16 @@ import hashlib
 import json
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.errors import PipelineError
+
+_OURS = re.compile(r"(run|exit|feeder)\.json(\.tmp)?|(metrics|samples)\.jsonl|state-.*|(feeder\.)?lock|feeder\.log")
+_NUMBER = re.compile(r"[1-9][0-9]*")
 _STATE = re.compile(r"state-(\d{8})\.json")
 
 
@@ -75,17 +80,34 @@ class RunFolder:
 
 
 def open_run_folder(runs: Path, stage: str, key: str) -> RunFolder:
-    """The newest unfinished folder of this recipe, or a new one. A finished run is closed: the next starts at step 0."""
+    """The newest unfinished folder of this recipe, or a new one. A finished run is closed: the next starts at step 0.
+
+    Raises:
+        PipelineError: a file lies where a folder must be, a folder where a file must be, or permission is missing.
+    """
     recipe = runs / stage / key
-    recipe.mkdir(parents=True, exist_ok=True)
-    newest = max((int(path.name) for path in recipe.iterdir() if path.name.isdigit()), default=0)
-    if newest:
-        folder = RunFolder(recipe / str(newest))
-        if read_json(folder.exit).get("code") != 0:
-            return folder
-    folder = RunFolder(recipe / str(newest + 1))
-    folder.path.mkdir()
-    return folder
+    try:
+        recipe.mkdir(parents=True, exist_ok=True)
+        taken = {int(path.name): path for path in recipe.iterdir() if _NUMBER.fullmatch(path.name)}
+        newest = max((number for number, path in taken.items() if path.is_dir()), default=0)
+        if newest:
+            folder = RunFolder(taken[newest])
+            if read_json(folder.exit).get("code") != 0:
+                _check_files(folder)
+                return folder
+        folder = RunFolder(recipe / str(max(taken, default=0) + 1))
+        folder.path.mkdir()
+        return folder
+    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        raise PipelineError(
+            f"{error.filename}: {error.strerror}, but runs are kept in folders there; make way for them"
+        ) from None
+
+
+def _check_files(folder: RunFolder) -> None:
+    for path in folder.path.iterdir():
+        if _OURS.fullmatch(path.name) and path.is_dir():
+            raise PipelineError(f"{path}: is a folder where the run keeps a file; remove or rename it")
 
 
 def run_key(stage: str, params: Mapping[str, Any], digests: Mapping[str, str], code: str | None) -> str:
@@ -95,21 +117,33 @@ def run_key(stage: str, params: Mapping[str, Any], digests: Mapping[str, str], c
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file's JSON object, or an empty one when there is no file."""
+    """A file's JSON object, or an empty one when there is no file, or (with a warning on stderr) none that can be read."""
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
+    except (OSError, ValueError, RecursionError) as error:
+        reason = str(error)
+    else:
+        if isinstance(value, dict):
+            return value
+        reason = f"holds a {type(value).__name__}, not an object"
+    print(f"{path}: unreadable, counts as absent ({reason})", file=sys.stderr, flush=True)
+    return {}
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Replaces the file atomically; a reader sees the old content or the new, also after a power cut."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(value, file, ensure_ascii=False, allow_nan=False, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(value, file, ensure_ascii=False, allow_nan=False, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     replace(temporary, path)
 
 

@@ -1,9 +1,11 @@
 """Resumable states in a run folder: complete or invisible.
 
-A save counts once its sidecar exists, which is written last and names the state's checksum: torch's own reader does not
-check one. A full disk or a kill therefore leaves the save before it as the newest.
+A save counts once its sidecar exists, which is written last and names the state's checksum (torch's own reader does not
+check one) and the sizes of the records, which must be there and readable. A full disk or a kill therefore leaves the save
+before it as the newest.
 """
 
+import json
 import os
 import sys
 import zlib
@@ -77,13 +79,17 @@ def _check_loadable(value: Any, place: str) -> None:
 
 
 def newest_save(folder: RunFolder) -> dict[str, Any] | None:
-    """The sidecar of the newest intact save; newer ones that are torn are removed with a warning on stderr."""
+    """The sidecar of the newest intact save; newer ones that are torn, or whose records are, go with a warning on stderr."""
     for leftover in folder.path.glob("state-*.tmp"):  # the feeder renames temporary files of its own at any time
         leftover.unlink(missing_ok=True)
     for step in folder.commits():
         try:
             commit = read_json(folder.commit(step))
-            intact = _crc32(folder.state(step)) == commit["crc32"]
+            intact = (
+                _crc32(folder.state(step)) == commit["crc32"]
+                and _holds_lines(folder.metrics, commit["metrics_bytes"])
+                and _holds_lines(folder.samples, commit["samples_bytes"])
+            )
         except (OSError, ValueError, KeyError):
             intact = False
         if intact:
@@ -107,10 +113,7 @@ def committed_sizes(folder: RunFolder) -> dict[str, int]:
     """
     sizes = {"metrics_bytes": 0, "samples_bytes": 0}
     for step in folder.commits():
-        try:
-            commit = read_json(folder.commit(step))
-        except ValueError:
-            continue
+        commit = read_json(folder.commit(step))
         if sizes.keys() <= commit.keys():
             return {name: commit[name] for name in sizes}
     return sizes
@@ -128,3 +131,18 @@ def _crc32(path: Path) -> int:
         while chunk := file.read(1 << 20):
             crc32 = zlib.crc32(chunk, crc32)
     return crc32
+
+
+def _holds_lines(path: Path, size: int) -> bool:
+    """Whether the first `size` bytes are there and are whole lines of JSON.
+
+    Raises:
+        OSError: the file is absent.
+        ValueError: a line is not JSON.
+    """
+    left = size
+    with path.open("rb") as file:
+        while left > 0 and (line := file.readline(left)).endswith(b"\n"):
+            json.loads(line)
+            left -= len(line)
+    return left == 0
