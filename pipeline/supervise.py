@@ -129,9 +129,16 @@ def hold(path: Path, *, wait: bool) -> Iterator[None]:
 
     Raises:
         HeldError: another live process holds the lock.
+        PipelineError: a file lies in place of the lock's folder, or a folder in place of the lock, or permission is missing.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+", encoding="utf-8") as file:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.open("a+", encoding="utf-8")
+    except (FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+        raise PipelineError(
+            f"{error.filename}: {error.strerror}, but {path} must be a file in a folder; make way for it"
+        ) from None
+    with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:

@@ -329,6 +329,19 @@ def test_a_file_in_place_of_a_runs_folder_is_one_line(repository: Path, capsys: 
     assert ended.value.code == 1 and said.count("\n") == 1 and f"{recipe}: File exists" in said
 
 
+@pytest.mark.parametrize("place", [".runs", ".runs/grpo", ".runs/grpo/lock"])
+def test_what_lies_in_place_of_the_stages_lock_is_one_line(
+    repository: Path, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    path = repository / place
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir() if path.name == "lock" else path.touch()
+    with pytest.raises(SystemExit) as ended, _open(repository):
+        pass
+    said = capsys.readouterr().err
+    assert ended.value.code == 1 and said.count("\n") == 1 and f"grpo: {repository / '.runs'}" in said
+
+
 def test_the_newest_intact_save_cuts_the_records(repository: Path) -> None:
     folder = _saved_twice(repository)
     with _open(repository) as run:
