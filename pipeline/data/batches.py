@@ -61,12 +61,16 @@ class PairBatch:
         labels: [2n, T] int64.
         num_trained: how many labels are not -100.
         rows: n row numbers (from 0) in the encoded file.
+        dropped: per pair, whether its empty think blocks were left out.
+        split: name of the encoded file, `train` or `held_out`.
     """
 
     input_ids: Tensor
     labels: Tensor
     num_trained: int
     rows: list[int]
+    dropped: list[bool]
+    split: str
 
     @property
     def num_pairs(self) -> int:
@@ -173,6 +177,7 @@ class PairBatches:
     ) -> None:
         """As `SupervisedBatches`, with `batch_size` counting pairs and one think-block decision for both sides of a pair."""
         self._table = _read_table(path)
+        self.split = path.stem
         self._sides = [
             tuple(_Ragged(self._table[f"{side}_{name}"]) for name in ("ids", "trained", "empty_thinks"))
             for side in ("chosen", "rejected")
@@ -189,11 +194,16 @@ class PairBatches:
             self._draws = epoch, _draw(self._seed, epoch, self._drop_empty_think_frac, self._table.num_rows)
         return self._make(self._plan.rows(epoch, index), self._draws[1])
 
-    def in_order(self) -> Iterator[PairBatch]:
-        """Every pair once, shortest first, as stored: for validation."""
-        as_stored = np.zeros(self._table.num_rows, bool)
+    @property
+    def num_rows(self) -> int:
+        """Pairs in the file."""
+        return int(self._table.num_rows)
+
+    def in_order(self, *, dropped: bool = False) -> Iterator[PairBatch]:
+        """Every pair once, shortest first, as stored or with all empty think blocks left out: for validation, and references."""
+        drops = np.full(self._table.num_rows, dropped)
         for rows in self._plan.by_length():
-            yield self._make(rows, as_stored)
+            yield self._make(rows, drops)
 
     def _make(self, rows: Ints, drops: Ints) -> PairBatch:
         sequences = [
@@ -201,7 +211,7 @@ class PairBatches:
             for ids, trained, empty_thinks in self._sides
             for row in rows
         ]
-        return PairBatch(*_shift_and_pad(sequences, self._pad_id), rows.tolist())
+        return PairBatch(*_shift_and_pad(sequences, self._pad_id), rows.tolist(), drops[rows].tolist(), self.split)
 
 
 class _Ragged:

@@ -69,6 +69,15 @@ class Collected:
         """[rows] float32."""
         return torch.tensor([s.total for s in self.scored])
 
+    def __add__(self, other: "Collected") -> "Collected":
+        return Collected(
+            self.tasks + other.tasks,
+            self.trajectories + other.trajectories,
+            self.scored + other.scored,
+            self.rollout_s + other.rollout_s,
+            self.scoring_s + other.scoring_s,
+        )
+
 
 Step = Callable[[int], tuple[dict[str, float], Collected, Tensor]]
 """One collect-and-update round for a 0-based step: metrics, the rollout, and per trajectory [rows] its advantage."""
@@ -169,11 +178,13 @@ def without_dropout(model: Backbone) -> None:
             module.train()
 
 
-def sampled_logprobs(model: CausalLM, batch: MicroBatch, temperature: float, device: Device) -> tuple[Tensor, Tensor]:
-    """Logprobs [B, T] of the sampled tokens under the distribution at `temperature`, and its entropy [B, T] (no gradient)."""
+def sampled_logprobs(
+    model: CausalLM, batch: MicroBatch, temperature: float, device: Device, *, entropy_grad: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Logprobs [B, T] of the sampled tokens under the distribution at `temperature`, and its entropy [B, T]."""
     with device.autocast():
         hidden = model.hidden(batch.input_ids, visible=real_positions(batch.labels))
-    return token_logprobs(hidden, model.lm_head.weight, batch.labels, temperature=temperature)
+    return token_logprobs(hidden, model.lm_head.weight, batch.labels, temperature=temperature, entropy_grad=entropy_grad)
 
 
 def router_balance(share: float, *models: Backbone) -> tuple[Tensor, dict[str, float]]:
@@ -236,7 +247,7 @@ def rollout_metrics(collected: Collected) -> dict[str, float]:
         "reward/min": float(rewards.min()),
         "reward/max": float(rewards.max()),
         "rollout/length_mean": sum(lengths) / len(lengths),
-        "rollout/truncated_frac": sum(t.stop in (StopReason.LENGTH, StopReason.CONTEXT) for t in trajectories) / len(lengths),
+        "rollout/truncated_frac": sum(t.truncated for t in trajectories) / len(lengths),
         "rollout/distinct_3gram": distinct_ngrams(trajectories, 3),
         "rollout/tokens_per_s": sum(lengths) / max(collected.rollout_s, 1e-9),
         "time/rollout_s": collected.rollout_s,
@@ -270,8 +281,10 @@ def distinct_ngrams(trajectories: Sequence[Trajectory], n: int) -> float:
     return len(grams) / max(sum(grams.values()), 1) if grams else 1.0
 
 
-def group_metrics(rewards: Tensor, good: Tensor) -> dict[str, float]:
-    """Shares of groups without signal, all solved, none solved; rewards and good are [P, G]."""
+def group_metrics(collected: Collected, group_size: int) -> dict[str, float]:
+    """Shares of groups without signal, all solved, none solved."""
+    rewards = collected.rewards.view(-1, group_size)
+    good = torch.tensor([scored.good for scored in collected.scored]).view(-1, group_size)
     spread = rewards.amax(dim=1) - rewards.amin(dim=1)
     return {
         "rollout/zero_std_frac": float((spread == 0).float().mean()),
