@@ -154,7 +154,7 @@ def test_a_step_is_the_papers_formula(sets: Path, tokenizer: Tokenizer, loss: st
         losses.append(float(expected.detach()))
         gradients = {name: p.grad.clone() for name, p in twin.named_parameters() if p.grad is not None}
         assert max(float(g.abs().max()) for g in gradients.values()) > 0.01
-        assert_near(run.gradients(update), gradients, 2e-6)
+        assert_near(run.gradients(update), gradients, 5e-6)
         norms.append(math.sqrt(sum(float(g.square().sum()) for g in gradients.values())))
         with torch.no_grad():
             log_ratio = torch.cat([row_logprobs(twin, t, 0.6) - torch.tensor(t.logprobs) for t in trajectories])
@@ -418,6 +418,7 @@ class Fixed:
 
 
 REWARDS = Rewards(
+    preset="default",
     length=Span(min_chars=2, max_chars=80, weight=0.5, penalty=0.25),
     thinking=Span(min_chars=2, max_chars=30, weight=1.0, penalty=0.5),
     think_close=0.125,
@@ -551,17 +552,17 @@ def test_dynamic_sampling_ends_at_its_cap(sets: Path, tokenizer: Tokenizer) -> N
 
 
 def test_the_length_penalty_grows_towards_the_limit(sets: Path, tokenizer: Tokenizer) -> None:
-    settings = make_settings(overlong={"buffer": 3, "penalty": 0.6, "train_truncated": True})
+    settings = make_settings(overlong={"buffer": 2, "penalty": 0.6, "train_truncated": True})
     plain, shaped = Run(sets, tokenizer, make_settings(), score=equal), Run(sets, tokenizer, settings, score=equal)
     _, without, _ = group_step(plain.task, make_settings(), CPU, 0)
     metrics, collected, _ = group_step(shaped.task, settings, CPU, 0)
     lengths = [t.num_sampled for t in collected.trajectories]
     assert [t.ids for t in without.trajectories] == [t.ids for t in collected.trajectories]
     limit = settings.max_new_tokens
-    # 0 up to limit - 3, then a third, two thirds and all of 0.6
-    expected = [0.7 - 0.6 * max(0, length - (limit - 3)) / 3 for length in lengths]
+    # 0 up to limit - 2, then half and all of 0.6
+    expected = [0.7 - 0.6 * max(0, length - (limit - 2)) / 2 for length in lengths]
     assert [scored.total for scored in collected.scored] == pytest.approx(expected)
-    assert max(lengths) == limit and min(lengths) < limit - 3
+    assert max(lengths) == limit and min(lengths) < limit - 2
     penalties = [total - 0.7 for total in expected]
     assert metrics["reward/term/overlong"] == pytest.approx(sum(penalties) / len(penalties), abs=1e-6)
 

@@ -507,6 +507,7 @@ def test_kl_may_be_paid_in_the_reward(sets: Path, tokenizer: Tokenizer) -> None:
 def test_a_cut_completion_may_go_on_with_the_critics_value(sets: Path, tokenizer: Tokenizer) -> None:
     plain, bootstrapped = (make_settings(bootstrap_truncated=value, gae_lambda=1.0, gamma=0.9) for value in (False, True))
     run = Run(sets, tokenizer, plain)
+    run.critic.eval()
     prompts = run.prompts.batch(0, 0)
     collected = collect(prompts, list(range(len(prompts))), run.task.rollout, run.task.score)
     returns = {}

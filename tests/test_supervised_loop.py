@@ -288,7 +288,8 @@ def test_lora_moves_the_adapters_alone(sets: Path, tokenizer: Tokenizer) -> None
 def test_dpo_starts_at_ln_2_learns_and_leaves_the_reference(sets: Path, tokenizer: Tokenizer) -> None:
     settings = make_settings(epochs=4, lr=0.01, val_every=4)
     task = make_dpo(sets, tokenizer, settings, dropout=0.0)
-    reference = task.objective.reference
+    reference = make_model(tokenizer, dropout=0.0).requires_grad_(False)
+    task.objective.reference = live_reference(reference, CPU)
     before, recorder = snapshot(reference), MemoryRecorder()
     summary = train_supervised(task, settings, CPU, recorder)
     assert_bits_equal(snapshot(reference), before)
