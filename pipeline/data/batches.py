@@ -51,6 +51,13 @@ class Batch:
         """Sum of `row_bytes`."""
         return sum(self.row_bytes)
 
+    def part(self, rank: int, size: int) -> "Batch | None":
+        """Every `size`-th row from number `rank` on, as wide as the whole; None where there is none."""
+        rows, labels = self.rows[rank::size], self.labels[rank::size]
+        if not rows:
+            return None
+        return Batch(self.input_ids[rank::size], labels, _count_trained(labels), rows, self.row_bytes[rank::size])
+
 
 @dataclass(frozen=True, slots=True)
 class PairBatch:
@@ -76,6 +83,16 @@ class PairBatch:
     def num_pairs(self) -> int:
         """n."""
         return len(self.rows)
+
+    def part(self, rank: int, size: int) -> "PairBatch | None":
+        """Every `size`-th pair from number `rank` on, as wide as the whole; None where there is none."""
+        rows = self.rows[rank::size]
+        if not rows:
+            return None
+        input_ids, labels = (
+            torch.cat([side[rank::size] for side in tensor.chunk(2)]) for tensor in (self.input_ids, self.labels)
+        )
+        return PairBatch(input_ids, labels, _count_trained(labels), rows, self.dropped[rank::size], self.split)
 
 
 class SupervisedBatches:
@@ -286,6 +303,10 @@ def _without_spans(ids: Ints, trained: Ints, spans: Ints) -> tuple[Ints, Ints]:
     return ids[kept], trained[kept]
 
 
+def _count_trained(labels: Tensor) -> int:
+    return int((labels != IGNORED_LABEL).sum())
+
+
 def _shift_and_pad(sequences: Sequence[tuple[Ints, Ints]], pad_id: int) -> tuple[Tensor, Tensor, int]:
     """input_ids [B, T] and labels [B, T] of (ids, trained) sequences, and how many labels are trained."""
     lengths = [len(ids) - 1 for ids, _ in sequences]
@@ -294,4 +315,5 @@ def _shift_and_pad(sequences: Sequence[tuple[Ints, Ints]], pad_id: int) -> tuple
     for index, ((ids, trained), length) in enumerate(zip(sequences, lengths, strict=True)):
         input_ids[index, :length] = ids[:-1]
         labels[index, :length] = np.where(trained[1:], ids[1:], IGNORED_LABEL)
-    return torch.from_numpy(input_ids), torch.from_numpy(labels), int((labels != IGNORED_LABEL).sum())
+    shifted = torch.from_numpy(labels)
+    return torch.from_numpy(input_ids), shifted, _count_trained(shifted)

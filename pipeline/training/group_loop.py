@@ -31,6 +31,7 @@ from pipeline.training.rollouts import (
     sampling_metrics,
     tool_metrics,
     train_rollouts,
+    trained_rows,
     update_metrics,
     without_dropout,
 )
@@ -50,7 +51,7 @@ def train_group(task: RolloutTask, settings: Group, device: Device, recorder: Re
 
 def group_step(task: RolloutTask, settings: Group, device: Device, step: int) -> tuple[dict[str, float], Collected, Tensor]:
     """One collect-and-update round over `batch_size` prompts x `group_size` completions."""
-    collected, metrics = collect_groups(task, settings, step)
+    collected, metrics = collect_groups(task, settings, device, step)
     divide_by_std = settings.loss != "dr_grpo" if settings.advantage_std is None else settings.advantage_std
     advantages = group_advantages(collected.rewards, settings.group_size, divide_by_std=divide_by_std)
     updated = time.perf_counter()
@@ -58,7 +59,7 @@ def group_step(task: RolloutTask, settings: Group, device: Device, step: int) ->
     return metrics | {"time/update_s": time.perf_counter() - updated}, collected, advantages
 
 
-def collect_groups(task: RolloutTask, settings: Group, step: int) -> tuple[Collected, dict[str, float]]:
+def collect_groups(task: RolloutTask, settings: Group, device: Device, step: int) -> tuple[Collected, dict[str, float]]:
     """The groups that a step trains on, and what was sampled for them.
 
     With dynamic sampling (arXiv:2503.14476, section 3.2) groups whose rewards are all equal give their places to groups of
@@ -67,7 +68,7 @@ def collect_groups(task: RolloutTask, settings: Group, step: int) -> tuple[Colle
     """
     epoch, index = divmod(step, task.prompts.batches_per_epoch)
     prompts = task.prompts.batch(epoch, index)
-    first = sample_groups(task, settings, prompts, step, sampling_round=0)
+    first = sample_groups(task, settings, device, prompts, step, sampling_round=0)
     metrics = rollout_metrics(first) | group_metrics(first, settings.group_size)
     if any(prompt.tools for prompt in prompts):
         metrics |= tool_metrics(first)
@@ -80,7 +81,7 @@ def collect_groups(task: RolloutTask, settings: Group, step: int) -> tuple[Colle
         # epochs beyond the run's own: other prompts of the same set, drawn like all others
         others = task.prompts.batch(epoch + rounds * settings.epochs, index)[:missing]
         sampled += len(others)
-        kept = kept + with_signal(sample_groups(task, settings, others, step, sampling_round=rounds), settings.group_size)
+        kept = kept + with_signal(sample_groups(task, settings, device, others, step, sampling_round=rounds), settings.group_size)
     metrics |= {
         "rollout/resample_rounds": float(rounds),
         "rollout/resample_groups": float(sampled - len(prompts)),
@@ -92,13 +93,14 @@ def collect_groups(task: RolloutTask, settings: Group, step: int) -> tuple[Colle
 
 
 def sample_groups(
-    task: RolloutTask, settings: Group, prompts: Sequence[PromptTask], step: int, *, sampling_round: int
+    task: RolloutTask, settings: Group, device: Device, prompts: Sequence[PromptTask], step: int, *, sampling_round: int
 ) -> Collected:
     """`group_size` scored completions per prompt, adjacent."""
     places = range(sampling_round * settings.batch_size, sampling_round * settings.batch_size + len(prompts))
     members = range(settings.group_size)
     keys = [seed_for(settings.seed, "rollout", step, place, member) for place in places for member in members]
-    collected = collect([prompt for prompt in prompts for _ in members], keys, task.rollout, task.score)
+    repeated = [prompt for prompt in prompts for _ in members]
+    collected = collect(repeated, keys, task.rollout, task.score, device.ranks)
     if settings.overlong.buffer:
         collected.scored = [
             charged(scored, longest_turn(trajectory), settings)
@@ -142,37 +144,38 @@ def update_policy(
     (updater,) = task.state.updaters.values()
     without_dropout(task.policy)
     trajectories = collected.trajectories
-    rows = [row for row, t in enumerate(trajectories) if settings.overlong.train_truncated or not t.truncated]
+    allowed = [row for row, t in enumerate(trajectories) if settings.overlong.train_truncated or not t.truncated]
+    rows = trained_rows(trajectories, allowed)
     batches = list(micro_batches(trajectories, rows, settings.micro_batch_size, task.pad_id, device))
-    signal = any(bool(advantages[batch.rows].any()) for batch in batches)
+    signal = bool(advantages[rows].any())
     metrics = {"train/zero_signal_steps": count_zero_signal(task, signal), "train/lr": updater.lr_at(step)}
-    if not batches or not (signal or settings.kl_coef or settings.entropy_coef):
+    if not rows or not (signal or settings.kl_coef or settings.entropy_coef):
         return metrics
     with torch.no_grad():
         references = [sampled_logprobs(task.reference, batch, settings.temperature, device)[0] for batch in batches]
     if settings.old_logprobs == "recomputed":
         metrics |= recompute_old_logprobs(task.policy, batches, settings, device)
-    size = step_size(settings, batches)
+    size = step_size(settings, [trajectories[row] for row in rows])
     updates, grad_norms = [], []
     for _ in range(settings.updates_per_rollout):
-        updates.append(
-            [
-                accumulate_gradients(task.policy, batch, reference, advantages, settings, device, size)
-                for batch, reference in zip(batches, references, strict=True)
-            ]
-        )
+        parts = [
+            accumulate_gradients(task.policy, batch, reference, advantages, settings, device, size)
+            for batch, reference in zip(batches, references, strict=True)
+        ]
+        updates.append(device.ranks.gather(parts))
+        device.ranks.sum_gradients(updater.parameters)
         done = updater.update(step, context=f"prompt rows {sorted({prompt.row for prompt in collected.tasks})}")
         grad_norms.append(done.grad_norm)
     measured = update_metrics(updates[0], [part for parts in updates for part in parts])
     return measured | metrics | {"train/grad_norm": sum(grad_norms) / len(grad_norms)}
 
 
-def step_size(settings: Group, batches: Sequence[MicroBatch]) -> StepSize:
+def step_size(settings: Group, trajectories: Sequence[Trajectory]) -> StepSize:
     """What the loss of a step is divided by."""
     turns = settings.max_turns if isinstance(settings, Agent) else 1
     return StepSize(
-        num_sequences=sum(len(batch.rows) for batch in batches),
-        num_tokens=sum(int(batch.loss_mask.sum()) for batch in batches),
+        num_sequences=len(trajectories),
+        num_tokens=sum(trajectory.num_sampled for trajectory in trajectories),
         max_tokens=settings.max_new_tokens * turns,
     )
 
@@ -189,7 +192,7 @@ def recompute_old_logprobs(policy: CausalLM, batches: Sequence[MicroBatch], sett
         logprobs, _ = sampled_logprobs(policy, batch, settings.temperature, device)
         difference = torch.where(batch.loss_mask, logprobs - batch.old_logprobs, 0.0).abs().max()
         largest, batch.old_logprobs = max(largest, float(difference)), logprobs
-    return {"rollout/logprob_diff_max": largest}
+    return {"rollout/logprob_diff_max": max(device.ranks.gather([largest]))}
 
 
 def accumulate_gradients(

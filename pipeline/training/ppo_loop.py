@@ -31,6 +31,7 @@ from pipeline.training.rollouts import (
     sampled_logprobs,
     sampling_metrics,
     train_rollouts,
+    trained_rows,
     update_metrics,
     without_dropout,
 )
@@ -76,7 +77,7 @@ def ppo_step(task: PpoTask, settings: Ppo, device: Device, step: int) -> tuple[d
     epoch, index = divmod(step, task.prompts.batches_per_epoch)
     prompts = task.prompts.batch(epoch, index)
     keys = [seed_for(settings.seed, "rollout", step, place) for place in range(len(prompts))]
-    collected = collect(prompts, keys, task.rollout, task.score)
+    collected = collect(prompts, keys, task.rollout, task.score, device.ranks)
     without_dropout(task.policy)
     without_dropout(task.critic)
     experience = estimate(task, settings, device, collected)
@@ -94,7 +95,7 @@ def ppo_step(task: PpoTask, settings: Ppo, device: Device, step: int) -> tuple[d
 
 @torch.no_grad()
 def estimate(task: PpoTask, settings: Ppo, device: Device, collected: Collected) -> list[Experience]:
-    """Old values, reference logprobs, GAE, and advantages whitened over the whole step.
+    """Old values, reference logprobs, GAE, and advantages whitened over the whole step; of all ranks.
 
     Where all completions earned the same, advantages are 0: whitening would blow the critic's noise up to unit variance.
 
@@ -120,6 +121,7 @@ def estimate(task: PpoTask, settings: Ppo, device: Device, collected: Collected)
             bootstrap_values=values_after(task, batch, trajectories, device) if settings.bootstrap_truncated else None,
         )
         experience.append(Experience(batch, reference, values, advantages, returns))
+    experience = device.ranks.gather(experience)
     if experience:
         advantages = sampled_tokens(experience, "advantages")
         whitened = whiten(advantages) if has_signal(collected, settings) else torch.zeros_like(advantages)
@@ -199,8 +201,9 @@ def update_both(
     first: list[dict[str, float]] = []
     applied: list[dict[str, float]] = []
     updates: dict[str, list[Update]] = {"train": [], "value": []}
-    for chosen in mini_batches(list(located), settings, step):
-        parts = accumulate_gradients(task, settings, device, collected, chosen, located)
+    rows = trained_rows(collected.trajectories, range(len(collected.trajectories)))
+    for chosen in mini_batches(rows, settings, step):
+        parts = device.ranks.gather(accumulate_gradients(task, settings, device, collected, chosen, located))
         first = first or parts
         approx_kl = combine(parts)["policy/approx_kl"]
         if approx_kl > settings.early_stop_kl:
@@ -209,7 +212,7 @@ def update_both(
             stopped = {"policy/approx_kl_at_stop": approx_kl, "train/early_stops": task.state.count("early_stops", 1)}
             break
         applied += parts
-        for group, update in apply_gradients(task, step, chosen, with_policy=with_policy).items():
+        for group, update in apply_gradients(task, device, step, chosen, with_policy=with_policy).items():
             updates[group].append(update)
     metrics = update_metrics(first, applied) | stopped
     for group, done in updates.items():
@@ -228,13 +231,15 @@ def mini_batches(rows: Sequence[int], settings: Ppo, step: int) -> Iterator[list
             yield [rows[place] for place in order[start : start + settings.mini_batch_size]]
 
 
-def apply_gradients(task: PpoTask, step: int, chosen: Sequence[int], *, with_policy: bool) -> dict[str, Update]:
+def apply_gradients(task: PpoTask, device: Device, step: int, chosen: Sequence[int], *, with_policy: bool) -> dict[str, Update]:
     """One optimizer step of the critic and, `with_policy`, of the policy, by metric group."""
     policy, critic = task.state.updaters["policy"], task.state.updaters["critic"]
     context = f"rows {chosen[:8]} of the rollout"
+    device.ranks.sum_gradients(critic.parameters)
     if not with_policy:
         policy.discard()
         return {"value": critic.update(step, context=context)}
+    device.ranks.sum_gradients(policy.parameters)
     return {"train": policy.update(step, context=context), "value": critic.update(step, context=context)}
 
 
@@ -246,7 +251,9 @@ def accumulate_gradients(
     chosen: Sequence[int],
     located: dict[int, tuple[Experience, int]],
 ) -> list[dict[str, float]]:
-    """Adds the gradients of one mini-batch, normalised over its tokens; metrics by micro-batch, as `combine` takes them."""
+    """Adds the gradients of this rank's share of a mini-batch, normalised over all its tokens; metrics by micro-batch, as
+    `combine` takes them.
+    """
     num_tokens = sum(collected.trajectories[row].num_sampled for row in chosen)
     parts = []
     for batch in micro_batches(collected.trajectories, chosen, settings.micro_batch_size, task.pad_id, device):

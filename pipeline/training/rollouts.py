@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from pipeline.rewards.scoring import Scored
 from pipeline.rollout.records import StopReason, Trajectory, pad_trajectories
 from pipeline.training.device import Device
 from pipeline.training.objectives import real_positions
+from pipeline.training.ranks import ALONE, Ranks
 from pipeline.training.state import Recorder, TrainState, run_steps
 
 # Metrics of a step's first update alone, before anything moved: they say whether sampler and trainer agree.
@@ -138,12 +139,14 @@ def count_zero_signal(task: RolloutTask, signal: bool) -> float:
     return task.state.count("zero_signal_steps", float(not signal))
 
 
-def collect(tasks: list[PromptTask], keys: Sequence[int], rollout: Rollout, score: Scorer) -> Collected:
-    """Samples one trajectory per (task, key) and scores it."""
+def collect(tasks: list[PromptTask], keys: Sequence[int], rollout: Rollout, score: Scorer, ranks: Ranks = ALONE) -> Collected:
+    """Samples one trajectory per (task, key) and scores it; ranks share the work, and each gets all of it."""
     started = time.perf_counter()
-    trajectories = rollout(tasks, keys)
+    own_tasks = list(ranks.mine(tasks))
+    own = rollout(own_tasks, list(ranks.mine(keys))) if own_tasks else []
+    trajectories = ranks.gather(own)
     sampled = time.perf_counter()
-    scored = score(tasks, trajectories)
+    scored = ranks.gather(score(own_tasks, own) if own_tasks else [])
     return Collected(tasks, trajectories, scored, sampled - started, time.perf_counter() - sampled)
 
 
@@ -158,12 +161,17 @@ class MicroBatch:
     loss_mask: Tensor  # [B, T], True = the policy wrote the token
 
 
+def trained_rows(trajectories: Sequence[Trajectory], rows: Iterable[int]) -> list[int]:
+    """Those of `rows` with a sampled token, shortest first."""
+    kept = [row for row in rows if trajectories[row].num_sampled]
+    return sorted(kept, key=lambda row: len(trajectories[row].prompt_ids) + len(trajectories[row].ids))
+
+
 def micro_batches(
     trajectories: Sequence[Trajectory], rows: Sequence[int], size: int, pad_id: int, device: Device
 ) -> Iterator[MicroBatch]:
-    """Cuts `rows` into micro-batches of similar length, at most `size` rows each; rows without a sampled token are left out."""
-    kept = [row for row in rows if trajectories[row].num_sampled]
-    kept.sort(key=lambda row: len(trajectories[row].prompt_ids) + len(trajectories[row].ids))
+    """Cuts this rank's share of the `trained_rows` into micro-batches of similar length, at most `size` rows each."""
+    kept = list(device.ranks.mine(trained_rows(trajectories, rows)))
     for start in range(0, len(kept), size):
         part = kept[start : start + size]
         tensors = pad_trajectories([trajectories[row] for row in part], pad_id)
