@@ -1,6 +1,6 @@
 """Stage agent: multi-turn tool use, the group losses of grpo on whole token-exact trajectories.
 
-Reads   data/tokenizer, data/prepared/agent, checkpoints/{full_sft,reward}, external/<reward.external>
+Reads   data/tokenizer, data/prepared/agent, checkpoints/{full_sft,reward}, external/{<reward.external>,<tools.extra>}
 Writes  checkpoints/agent.{pth,json}, metrics/agent.json, plots/agent.csv
 Run     dvc repro --single-item agent
 """
@@ -14,6 +14,7 @@ from pipeline.params import load_params
 from pipeline.rewards.scoring import EpisodeScorer
 from pipeline.stage import stage_run
 from pipeline.text.tokenizer import load_tokenizer
+from pipeline.tools.toolbox import open_toolbox
 from pipeline.training.device import open_device
 from pipeline.training.group_loop import train_group
 from pipeline.training.policy_setup import Environment, open_group_task, open_prompts, open_reward_model
@@ -30,10 +31,11 @@ def main() -> None:
         device = open_device(params.runtime)
         tokenizer = load_tokenizer(Path("data/tokenizer"))
         prompts = open_prompts(PROMPTS, settings, tokenizer, params.data.max_dropped_frac, run.announce)
-        score = EpisodeScorer(params.rewards, open_reward_model(REWARD, params.reward.external, tokenizer, device))
+        toolbox, judge = open_toolbox(params.tools), open_reward_model(REWARD, params.reward.external, tokenizer, device)
+        score = EpisodeScorer(params.rewards, judge, toolbox)
 
         # 2. Train
-        task = open_group_task(SFT, settings, Environment(tokenizer, prompts, score, device, run.announce))
+        task = open_group_task(SFT, settings, Environment(tokenizer, prompts, score, device, run.announce, toolbox))
         summary = train_group(task, settings, device, run)
 
         # 3. Outputs

@@ -283,6 +283,7 @@ class Span(Section):
 class Rewards(Section):
     """Weights of the reward terms; each term is logged by name (docs/rewards.md)."""
 
+    preset: Literal["default", "minimind"]  # minimind: its own rules and constants, to which no key below applies
     length: Span
     thinking: Span
     think_close: Weight
@@ -293,6 +294,13 @@ class Rewards(Section):
     tool_call: Weight
     unfinished: Weight
     agent_clip: PositiveFloat
+
+
+class Tools(Section):
+    """What answers the calls of a policy; the embedded world's rows were made with the default preset."""
+
+    preset: Literal["default", "minimind"]
+    extra: str | None  # a Python file below external/ with tools of the user's own
 
 
 class Eval(Section):
@@ -332,6 +340,7 @@ class Params(Section):
     grpo: Grpo
     agent: Agent
     rewards: Rewards
+    tools: Tools
     eval: Eval
     runtime: Runtime
 

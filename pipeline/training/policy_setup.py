@@ -16,6 +16,7 @@ from pipeline.rollout.records import Trajectory
 from pipeline.rollout.torch_engine import TorchRolloutEngine
 from pipeline.text.chat import ChatEncoder
 from pipeline.text.tokenizer import Tokenizer
+from pipeline.tools.toolbox import PRESET_TOOLS, Toolbox
 from pipeline.training.device import Device
 from pipeline.training.ppo_loop import PpoTask
 from pipeline.training.rollouts import Rollout, RolloutTask, Scorer, total_steps
@@ -58,13 +59,14 @@ def open_engine(model: CausalLM, tokenizer: Tokenizer, device: Device, *, max_ro
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What a policy meets: the prompts of its stage, and what scores its answers."""
+    """What a policy meets: the prompts of its stage, what scores its answers, and what answers its tool calls."""
 
     tokenizer: Tokenizer
     prompts: PromptSet
     score: Scorer
     device: Device
     warn: Callable[[str], None]
+    toolbox: Toolbox = PRESET_TOOLS
 
 
 def open_group_task(start: Path, settings: Group, environment: Environment) -> RolloutTask:
@@ -119,6 +121,7 @@ def open_rollout(policy: CausalLM, settings: Sampling, environment: Environment,
             max_new_tokens=settings.max_new_tokens,
             max_total_len=max_total_len,
             temperature=settings.temperature,
+            toolbox=environment.toolbox,
         )
 
     return rollout
