@@ -31,11 +31,11 @@ from pipeline.training.policy_setup import (
     Environment,
     open_engine,
     open_group_task,
-    open_ppo_task,
     open_prompts,
     open_reward_model,
 )
 from pipeline.training.ppo_loop import train_ppo
+from pipeline.training.ppo_setup import open_ppo_task
 from pipeline.training.updater import seed_for
 
 SFT, REWARD, PROMPTS = Path("checkpoints/full_sft.pth"), Path("checkpoints/reward.pth"), Path("data/prepared/rlaif")

@@ -114,7 +114,9 @@ def with_signal(collected: Collected, group_size: int) -> Collected:
     rewards = collected.rewards.view(-1, group_size)
     differ = (rewards != rewards[:, :1]).any(dim=1).repeat_interleave(group_size).tolist()
     return Collected(
-        *(list(compress(values, differ)) for values in (collected.tasks, collected.trajectories, collected.scored)),
+        list(compress(collected.tasks, differ)),
+        list(compress(collected.trajectories, differ)),
+        list(compress(collected.scored, differ)),
         collected.rollout_s,
         collected.scoring_s,
     )

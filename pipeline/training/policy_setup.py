@@ -7,9 +7,8 @@ from pathlib import Path
 from pipeline.checkpoint.files import load_meta, load_model
 from pipeline.checkpoint.reward import load_reward_model
 from pipeline.data.prompts import PromptSet, PromptTask
-from pipeline.model.heads import ValueModel
 from pipeline.model.transformer import CausalLM
-from pipeline.params.schema import Agent, Group, Ppo, Sampling
+from pipeline.params.schema import Agent, Group, Sampling
 from pipeline.rewards.model import ExternalRewardModel, RewardScorer, TrainedRewardModel
 from pipeline.rollout.episodes import run_episodes
 from pipeline.rollout.records import Trajectory
@@ -18,7 +17,6 @@ from pipeline.text.chat import ChatEncoder
 from pipeline.text.tokenizer import Tokenizer
 from pipeline.tools.toolbox import PRESET_TOOLS, Toolbox
 from pipeline.training.device import Device
-from pipeline.training.ppo_loop import PpoTask
 from pipeline.training.rollouts import Rollout, RolloutTask, Scorer, total_steps
 from pipeline.training.state import TrainState
 from pipeline.training.updater import Updater
@@ -77,21 +75,6 @@ def open_group_task(start: Path, settings: Group, environment: Environment) -> R
     rollout = open_rollout(policy, settings, environment, max_rows=settings.batch_size * settings.group_size)
     text = environment.tokenizer.decode_all, environment.tokenizer.pad_id
     return RolloutTask(state, policy, reference, environment.prompts, rollout, environment.score, *text, environment.warn)
-
-
-def open_ppo_task(start: Path, settings: Ppo, environment: Environment) -> PpoTask:
-    """The ppo stage ready to train; the critic starts from the policy's backbone."""
-    policy, reference = open_policies(start, environment)
-    critic = environment.device.prepare(ValueModel.from_causal_lm(policy, seed=settings.seed))
-    steps = total_steps(settings, environment.prompts)
-    updaters = {
-        "policy": Updater(policy, settings, total_steps=steps),
-        "critic": Updater(critic, settings, total_steps=steps, lr=settings.critic_lr),
-    }
-    state = TrainState({"policy": policy, "critic": critic}, updaters)
-    rollout = open_rollout(policy, settings, environment, max_rows=settings.batch_size)
-    text = environment.tokenizer.decode_all, environment.tokenizer.pad_id
-    return PpoTask(state, policy, reference, environment.prompts, rollout, environment.score, *text, environment.warn, critic)
 
 
 def open_policies(start: Path, environment: Environment) -> tuple[CausalLM, CausalLM]:
