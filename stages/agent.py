@@ -26,7 +26,7 @@ OUT = Path("checkpoints/agent.pth")
 def main() -> None:
     params = load_params()
     settings, declared = params.agent, declaration("agent", params)
-    with stage_run("agent", params=declared.params, inputs=declared.deps, runtime=params.runtime) as run:
+    with stage_run("agent", params=declared.params, inputs=declared.deps, runtime=params.runtime, ranked=True) as run:
         # 1. Inputs
         device = open_device(params.runtime)
         tokenizer = load_tokenizer(Path("data/tokenizer"))

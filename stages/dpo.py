@@ -30,7 +30,7 @@ SCRATCH = Path(".runs/dpo/reference")
 def main() -> None:
     params = load_params()
     settings, declared = params.dpo, declaration("dpo", params)
-    with stage_run("dpo", params=declared.params, inputs=declared.deps, runtime=params.runtime) as run:
+    with stage_run("dpo", params=declared.params, inputs=declared.deps, runtime=params.runtime, ranked=True) as run:
         # 1. Inputs
         device = open_device(params.runtime)
         tokenizer = load_tokenizer(Path("data/tokenizer"))

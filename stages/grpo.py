@@ -25,7 +25,7 @@ OUT = Path("checkpoints/grpo.pth")
 def main() -> None:
     params = load_params()
     settings, declared = params.grpo, declaration("grpo", params)
-    with stage_run("grpo", params=declared.params, inputs=declared.deps, runtime=params.runtime) as run:
+    with stage_run("grpo", params=declared.params, inputs=declared.deps, runtime=params.runtime, ranked=True) as run:
         # 1. Inputs
         device = open_device(params.runtime)
         tokenizer = load_tokenizer(Path("data/tokenizer"))

@@ -15,8 +15,9 @@ from pipeline.rewards.scoring import CompletionScorer
 from pipeline.stage import stage_run
 from pipeline.text.tokenizer import load_tokenizer
 from pipeline.training.device import open_device
-from pipeline.training.policy_setup import Environment, open_ppo_task, open_prompts, open_reward_model
+from pipeline.training.policy_setup import Environment, open_prompts, open_reward_model
 from pipeline.training.ppo_loop import train_ppo
+from pipeline.training.ppo_setup import open_ppo_task
 
 PROMPTS, SFT, REWARD = Path("data/prepared/rlaif"), Path("checkpoints/full_sft.pth"), Path("checkpoints/reward.pth")
 OUT = Path("checkpoints/ppo.pth")
@@ -25,7 +26,7 @@ OUT = Path("checkpoints/ppo.pth")
 def main() -> None:
     params = load_params()
     settings, declared = params.ppo, declaration("ppo", params)
-    with stage_run("ppo", params=declared.params, inputs=declared.deps, runtime=params.runtime) as run:
+    with stage_run("ppo", params=declared.params, inputs=declared.deps, runtime=params.runtime, ranked=True) as run:
         # 1. Inputs
         device = open_device(params.runtime)
         tokenizer = load_tokenizer(Path("data/tokenizer"))

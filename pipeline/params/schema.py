@@ -320,6 +320,7 @@ class Runtime(Section):
     device: Literal["auto", "cpu", "cuda"]
     dtype: Literal["auto", "float32", "bfloat16"]
     threads: Count
+    ranks: Positive  # data-parallel processes of a stage that trains
     save_every_s: PositiveFloat
     keep_saves: Positive
     progress: Literal["auto", "on", "off"]

@@ -2,6 +2,8 @@
 
 A rank runs its rows forward and backward, with everything normalised over the whole step; gradients are summed, so that the
 step is that of one process with all rows. What looks at the whole step (advantages, whitening, metrics) is gathered first.
+
+Torch is imported where several ranks need it: the record of every stage uses this module, that of stages without torch too.
 """
 
 import io
@@ -10,11 +12,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-import torch.distributed
-from torch import nn
+if TYPE_CHECKING:
+    from torch.nn import Parameter
 
 Item = TypeVar("Item")
 NO_ITEM = object()
@@ -43,6 +44,8 @@ class Ranks:
         """
         if self.size == 1:
             return list(items)
+        import torch.distributed
+
         shares: list[Any] = [None] * self.size
         torch.distributed.all_gather_object(shares, _pack(list(items)))
         turns = zip_longest(*map(_unpack, shares), fillvalue=NO_ITEM)
@@ -52,13 +55,14 @@ class Ranks:
         """The value that rank 0 has, on every rank."""
         if self.size == 1:
             return value
+        import torch.distributed
+
         packed = [_pack(value) if self.rank == 0 else b""]
         torch.distributed.broadcast_object_list(packed, src=0)
         received: Item = _unpack(packed[0])
         return received
 
-    @torch.no_grad()
-    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+    def sum_gradients(self, parameters: Sequence["Parameter"]) -> None:
         """Replaces every gradient by its sum over all ranks, bit for bit the same on each.
 
         A missing gradient counts as zeros; one that all ranks miss (an expert that no token chose) stays missing, so that the
@@ -66,6 +70,8 @@ class Ranks:
         """
         if self.size == 1:
             return
+        import torch.distributed
+
         by_dtype = defaultdict(list)
         for parameter in parameters:
             by_dtype[parameter.dtype].append(parameter)
@@ -90,12 +96,16 @@ def launched_ranks() -> Ranks:
 
 
 def _pack(value: Any) -> bytes:
+    import torch
+
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
 def _unpack(packed: bytes) -> Any:
+    import torch
+
     return torch.load(io.BytesIO(packed), map_location=_to_own_gpu, weights_only=False)  # from a process of this very run
 
 
