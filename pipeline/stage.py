@@ -8,6 +8,7 @@ with stage_run("grpo", params={"grpo": ...}, inputs=["checkpoints/full_sft.pth"]
 """
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pipeline
 from pipeline.digests import digest, digests
@@ -27,6 +28,9 @@ from pipeline.tracking.recorder import JsonLines, Recorder
 from pipeline.tracking.run_folder import RunFolder, open_run_folder, read_json, run_key, write_json
 from pipeline.tracking.saves import discard, newest_save, read_save, write_save
 from pipeline.tracking.store import tracking_uri
+from pipeline.training.ranks import ALONE, Ranks, launched_ranks
+
+FOLLOWERS_END_S = 5.0
 
 
 class StageRun:
@@ -39,12 +43,15 @@ class StageRun:
         resumed_step: optimizer steps that the loaded save had done; 0 for a fresh run.
     """
 
-    def __init__(self, stage: str, root: Path, folder: RunFolder, runtime: Runtime, stop: StopSignals) -> None:
+    def __init__(
+        self, stage: str, root: Path, folder: RunFolder, runtime: Runtime, stop: StopSignals, ranks: Ranks = ALONE
+    ) -> None:
         self.stage = stage
         self.root = root
         self.folder = folder
         self._runtime = runtime
         self._stop = stop
+        self._ranks = ranks
         save = newest_save(folder) or {"step": 0, "metrics_bytes": 0, "samples_bytes": 0}
         self.resumed_step: int = save["step"]
         self._has_save = "crc32" in save
@@ -68,7 +75,7 @@ class StageRun:
 
     def load(self) -> dict[str, Any] | None:
         """The state of the newest intact save, or None for a fresh run. Records after that step are gone already."""
-        return read_save(self.folder, self.resumed_step) if self._has_save else None
+        return self._ranks.first(read_save(self.folder, self.resumed_step) if self._has_save else None)
 
     def should_save(self) -> bool:
         """Whether `runtime.save_every_s` seconds have passed since the last save (or the start)."""
@@ -80,15 +87,16 @@ class StageRun:
         self._saved_at = time.monotonic()
 
     def checkpoint(self, step: int, make_state: Callable[[], Mapping[str, Any]]) -> None:
-        """To be called after every optimizer step and its `log`: saves when it is time, and stops when asked to.
+        """To be called after every optimizer step and its `log`: saves when it is time, and stops, with all ranks, when asked to.
 
         Raises:
             Stopped: a signal asked for it; the state of `step` has been saved.
         """
         self._stop.deferred = True
-        if self._stop.requested is not None:
+        signum = self._ranks.first(self._stop.requested)
+        if signum is not None:
             self.save(step, make_state())
-            raise Stopped(self._stop.requested, f" after step {step}, saved; the same command resumes")
+            raise Stopped(signum, f" after step {step}, saved; the same command resumes")
         if self.should_save():
             self.save(step, make_state())
 
@@ -105,6 +113,50 @@ class StageRun:
         """Makes the records durable."""
         self._recorder.sync()
         self._recorder.close()
+
+
+class Follower(StageRun):
+    """What a rank other than the first has in place of a record: it takes every step and leaves nothing behind.
+
+    It starts from the save that rank 0 loads, stops when rank 0 does, and ends with the last step, before there are outputs.
+    """
+
+    def __init__(self, stage: str, root: Path, ranks: Ranks, stop: StopSignals) -> None:
+        self.stage, self.root = stage, root
+        self._ranks, self._stop = ranks, stop
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Nothing."""
+
+    def load(self) -> dict[str, Any] | None:
+        """The state that rank 0 loads."""
+        return self._ranks.first(None)
+
+    def checkpoint(self, step: int, make_state: Callable[[], Mapping[str, Any]]) -> None:
+        """Ends the process where rank 0 was asked to stop."""
+        self._stop.deferred = True
+        signum = self._ranks.first(None)
+        if signum is not None:
+            raise SystemExit(128 + signum)
+
+    def progress(self, total: int) -> ProgressBar:
+        """No bar; the end of its block ends the process."""
+        return _LastStep(self.stage, total, mode="off")
+
+    def announce(self, line: str) -> None:
+        """Nothing."""
+
+
+class _LastStep(ProgressBar):
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if exception[0] is None:
+            raise SystemExit(0)
 
 
 @contextmanager
@@ -126,7 +178,13 @@ def stage_process(stage: str, *, root: Path | None = None, memory_hint: str = "u
 
 @contextmanager
 def stage_run(
-    stage: str, *, params: Mapping[str, Any], inputs: Sequence[str | Path], runtime: Runtime, root: Path | None = None
+    stage: str,
+    *,
+    params: Mapping[str, Any],
+    inputs: Sequence[str | Path],
+    runtime: Runtime,
+    root: Path | None = None,
+    ranked: bool = False,
 ) -> Iterator[StageRun]:
     """Opens the run of a stage: the newest unfinished one of the same recipe, or a new one.
 
@@ -139,20 +197,29 @@ def stage_run(
         inputs: files and folders that it reads, relative to `root`.
         runtime: execution settings; no part of the recipe.
         root: the repository; the current directory when left out.
+        ranked: whether `runtime.ranks` processes share the work. This one is rank 0 then and starts the others, which run the
+            same script as `Follower`s; under a launcher (torchrun) it is the rank that the environment names.
 
     Raises:
         SystemExit: as in `stage_process`.
     """
     root = (root or Path.cwd()).resolve()
-    with stage_process(stage, root=root, memory_hint=_memory_hint(stage, params)) as stop, ExitStack() as stack:
+    memory_hint = _memory_hint(stage, params)
+    launched = launched_ranks() if ranked else ALONE
+    if launched.rank:
+        with lasting_stderr(), exit_on_error(f"{stage}, rank {launched.rank}", memory_hint), StopSignals() as stop:
+            yield Follower(stage, root, launched, stop)
+        return
+    with stage_process(stage, root=root, memory_hint=memory_hint) as stop, ExitStack() as stack:
         known = digests(root, inputs)
         code_file = root / "data" / "code" / f"{stage}.json"
         key = run_key(stage, params, known, digest(code_file) if code_file.exists() else None)
         folder = open_run_folder(root / ".runs", stage, key)
         stack.enter_context(hold(folder.lock, wait=True))
         folder.exit.unlink(missing_ok=True)
-        with _recorded_exit(folder, stop):
-            run = StageRun(stage, root, folder, runtime, stop)
+        wanted = runtime.ranks if ranked and launched.size == 1 else 1
+        with _recorded_exit(folder, stop), _followers(wanted):
+            run = StageRun(stage, root, folder, runtime, stop, launched_ranks() if ranked else ALONE)
             stack.callback(run.close)
             _describe(run, key, params, known)
             if runtime.mlflow:
@@ -176,6 +243,49 @@ def _recorded_exit(folder: RunFolder, stop: StopSignals) -> Iterator[None]:
         raise
     stop.deferred = True
     record(0, "finished")
+
+
+@contextmanager
+def _followers(ranks: int) -> Iterator[None]:
+    """Runs this script once more for each rank from 1 on; they end with the block, whichever way.
+
+    They have sessions of their own: a signal to this process group is for rank 0, which tells them.
+    """
+    if ranks == 1:
+        yield
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "LOCAL_RANK": "0"}
+    followers = [
+        subprocess.Popen(
+            [sys.executable, *sys.orig_argv[1:]],
+            env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        for rank in range(1, ranks)
+    ]
+    try:
+        yield
+        _wait_for(followers)
+    except RuntimeError:  # what torch raises when the other end of a connection is gone: the reason is the follower's
+        if code := _wait_for(followers):
+            raise SystemExit(code) from None
+        raise
+    finally:
+        for follower in followers:
+            follower.kill()
+            follower.wait()
+
+
+def _wait_for(followers: Sequence["subprocess.Popen[bytes]"]) -> int:
+    """Gives the followers time to end; the exit code of the first that ended with an error, 0 where none did."""
+    deadline = time.monotonic() + FOLLOWERS_END_S
+    while time.monotonic() < deadline and any(follower.poll() is None for follower in followers):
+        time.sleep(0.05)
+    return next((follower.returncode for follower in followers if (follower.returncode or 0) > 0), 0)
 
 
 def _describe(run: StageRun, key: str, params: Mapping[str, Any], known: Mapping[str, str]) -> None:

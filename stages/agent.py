@@ -1,25 +1,23 @@
 """Stage agent: multi-turn tool use, the group losses of grpo on whole token-exact trajectories.
 
-Reads   data/tokenizer, data/prepared/agent, checkpoints/{full_sft,reward}, external/<reward.external>
+Reads   data/tokenizer, data/prepared/agent, checkpoints/{full_sft,reward}, external/{<reward.external>,<tools.extra>}
 Writes  checkpoints/agent.{pth,json}, metrics/agent.json, plots/agent.csv
 Run     dvc repro --single-item agent
 """
 
 from pathlib import Path
 
-from pipeline.checkpoint.files import load_model, model_meta, save_model
+from pipeline.checkpoint.files import model_meta, save_model
 from pipeline.curves import write_curve, write_metrics
 from pipeline.lineage.declaration import declaration
 from pipeline.params import load_params
 from pipeline.rewards.scoring import EpisodeScorer
 from pipeline.stage import stage_run
 from pipeline.text.tokenizer import load_tokenizer
+from pipeline.tools.toolbox import open_toolbox
 from pipeline.training.device import open_device
 from pipeline.training.group_loop import train_group
-from pipeline.training.policy_setup import open_engine, open_prompts, open_reward_model, open_rollout
-from pipeline.training.rollouts import RolloutTask, total_steps
-from pipeline.training.state import TrainState
-from pipeline.training.updater import Updater
+from pipeline.training.policy_setup import Environment, open_group_task, open_prompts, open_reward_model
 
 PROMPTS, SFT, REWARD = Path("data/prepared/agent"), Path("checkpoints/full_sft.pth"), Path("checkpoints/reward.pth")
 OUT = Path("checkpoints/agent.pth")
@@ -28,28 +26,20 @@ OUT = Path("checkpoints/agent.pth")
 def main() -> None:
     params = load_params()
     settings, declared = params.agent, declaration("agent", params)
-    with stage_run("agent", params=declared.params, inputs=declared.deps, runtime=params.runtime) as run:
+    with stage_run("agent", params=declared.params, inputs=declared.deps, runtime=params.runtime, ranked=True) as run:
         # 1. Inputs
         device = open_device(params.runtime)
         tokenizer = load_tokenizer(Path("data/tokenizer"))
         prompts = open_prompts(PROMPTS, settings, tokenizer, params.data.max_dropped_frac, run.announce)
-        reference = device.prepare(load_model(SFT, tokenizer_digest=tokenizer.digest).requires_grad_(False))
-        score = EpisodeScorer(params.rewards, open_reward_model(REWARD, params.reward.external, tokenizer, device))
+        toolbox, judge = open_toolbox(params.tools), open_reward_model(REWARD, params.reward.external, tokenizer, device)
+        score = EpisodeScorer(params.rewards, judge, toolbox)
 
-        # 2. State
-        policy = device.prepare(load_model(SFT, tokenizer_digest=tokenizer.digest))
-        steps = total_steps(settings, prompts)
-        state = TrainState({"policy": policy}, {"policy": Updater(policy, settings, total_steps=steps)})
-
-        # 3. Train: `policy` is trained in place, so the engine always samples from the current weights
-        engine = open_engine(policy, tokenizer, device, max_rows=settings.batch_size * settings.group_size)
-        rollout = open_rollout(engine, tokenizer, settings, max_turns=settings.max_turns, max_total_len=settings.max_total_len)
-        text = tokenizer.decode_all, tokenizer.pad_id
-        task = RolloutTask(state, policy, reference, prompts, rollout, score, *text, run.announce)
+        # 2. Train
+        task = open_group_task(SFT, settings, Environment(tokenizer, prompts, score, device, run.announce, toolbox))
         summary = train_group(task, settings, device, run)
 
-        # 4. Outputs
-        save_model(OUT, policy.state_dict(), model_meta("causal_lm", policy.config, tokenizer.digest))
+        # 3. Outputs
+        save_model(OUT, task.policy.state_dict(), model_meta("causal_lm", task.policy.config, tokenizer.digest))
         write_metrics(Path("metrics/agent.json"), summary | {"data/dropped_prompts": float(len(prompts.dropped))})
         write_curve(Path("plots/agent.csv"), run.folder.metrics, every=settings.plot_every)
 

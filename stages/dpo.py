@@ -2,6 +2,7 @@
 
 Reads   data/tokenizer, data/encoded/dpo, checkpoints/full_sft
 Writes  checkpoints/dpo.{pth,json}, metrics/dpo.json, plots/dpo.csv
+Scratch .runs/dpo/reference (the frozen policy's logprobs, by model and data)
 Run     dvc repro --single-item dpo
 """
 
@@ -10,24 +11,26 @@ from pathlib import Path
 from pipeline.checkpoint.files import load_model, model_meta, save_model
 from pipeline.curves import write_curve, write_metrics
 from pipeline.data.batches import PairBatches
+from pipeline.digests import digests
 from pipeline.lineage.declaration import declaration
 from pipeline.params import load_params
 from pipeline.stage import stage_run
 from pipeline.text.tokenizer import load_tokenizer
 from pipeline.training.device import open_device
 from pipeline.training.panels import greedy_panel, pair_prompts
-from pipeline.training.preference_objective import DirectPreference
+from pipeline.training.preference_objective import DirectPreference, cached_reference, live_reference
 from pipeline.training.state import TrainState
 from pipeline.training.supervised import SupervisedTask, total_steps, train_supervised
 from pipeline.training.updater import Updater
 
 ENCODED, SFT, OUT = Path("data/encoded/dpo"), Path("checkpoints/full_sft.pth"), Path("checkpoints/dpo.pth")
+SCRATCH = Path(".runs/dpo/reference")
 
 
 def main() -> None:
     params = load_params()
     settings, declared = params.dpo, declaration("dpo", params)
-    with stage_run("dpo", params=declared.params, inputs=declared.deps, runtime=params.runtime) as run:
+    with stage_run("dpo", params=declared.params, inputs=declared.deps, runtime=params.runtime, ranked=True) as run:
         # 1. Inputs
         device = open_device(params.runtime)
         tokenizer = load_tokenizer(Path("data/tokenizer"))
@@ -50,7 +53,14 @@ def main() -> None:
 
         # 3. Train
         panel = greedy_panel(model, tokenizer, device, pair_prompts(held_out), max_new_tokens=96)
-        objective = DirectPreference(model, reference, device, beta=settings.beta)
+        if settings.reference == "cached":
+            known = digests(Path.cwd(), [ENCODED, SFT, "data/code/dpo.json"])
+            identity = f"{known} {device.autocast_dtype}"
+            dropping = settings.drop_empty_think_frac > 0
+            scores = cached_reference(reference, [train, held_out], device, SCRATCH, identity, with_dropped=dropping)
+        else:
+            scores = live_reference(reference, device)
+        objective = DirectPreference(model, scores, device, settings)
         summary = train_supervised(SupervisedTask(state, objective, train, held_out, "dpo", panel), settings, device, run)
 
         # 4. Outputs

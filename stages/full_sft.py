@@ -27,7 +27,7 @@ ENCODED, PREPARED, OUT = Path("data/encoded/full_sft"), Path("data/prepared/full
 def main() -> None:
     params = load_params()
     settings, declared = params.full_sft, declaration("full_sft", params)
-    with stage_run("full_sft", params=declared.params, inputs=declared.deps, runtime=params.runtime) as run:
+    with stage_run("full_sft", params=declared.params, inputs=declared.deps, runtime=params.runtime, ranked=True) as run:
         # 1. Inputs
         device = open_device(params.runtime)
         tokenizer = load_tokenizer(Path("data/tokenizer"))

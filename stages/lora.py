@@ -29,7 +29,7 @@ ENCODED, PREPARED, OUT = Path("data/encoded/lora"), Path("data/prepared/lora"), 
 def main() -> None:
     params = load_params()
     settings, declared = params.lora, declaration("lora", params)
-    with stage_run("lora", params=declared.params, inputs=declared.deps, runtime=params.runtime) as run:
+    with stage_run("lora", params=declared.params, inputs=declared.deps, runtime=params.runtime, ranked=True) as run:
         # 1. Inputs
         device = open_device(params.runtime)
         tokenizer = load_tokenizer(Path("data/tokenizer"))

@@ -29,7 +29,7 @@ ENCODED, OUT = Path("data/encoded/pretrain"), Path("checkpoints/pretrain.pth")
 def main() -> None:
     params = load_params()
     settings, declared = params.pretrain, declaration("pretrain", params)
-    with stage_run("pretrain", params=declared.params, inputs=declared.deps, runtime=params.runtime) as run:
+    with stage_run("pretrain", params=declared.params, inputs=declared.deps, runtime=params.runtime, ranked=True) as run:
         # 1. Inputs
         device = open_device(params.runtime)
         tokenizer = load_tokenizer(Path("data/tokenizer"))

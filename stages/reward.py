@@ -27,7 +27,7 @@ ENCODED, SFT, OUT = Path("data/encoded/dpo"), Path("checkpoints/full_sft.pth"), 
 def main() -> None:
     params = load_params()
     settings, declared = params.reward, declaration("reward", params)
-    with stage_run("reward", params=declared.params, inputs=declared.deps, runtime=params.runtime) as run:
+    with stage_run("reward", params=declared.params, inputs=declared.deps, runtime=params.runtime, ranked=True) as run:
         # 1. Inputs
         device = open_device(params.runtime)
         tokenizer = load_tokenizer(Path("data/tokenizer"))

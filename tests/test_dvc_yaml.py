@@ -38,6 +38,7 @@ DIRECT = {
     "reward.external": {"ppo", "grpo", "agent", "eval"},
     "rewards": {"ppo", "grpo", "agent", "eval"},
     **{f"rewards.{name}": {"agent"} for name in ("answer", "tool_call", "agent_clip")},  # terms of tool tasks alone
+    "tools": {"agent", "eval"},  # nowhere else are calls answered
     "runtime": set(),
 }
 
@@ -249,8 +250,12 @@ def test_dvc_sees_every_listed_key(scratch: Path, lineage: Lineage) -> None:
     for name in STAGES - {"code"}:
         found = {key: answer for part in status.get(name, []) for key, answer in part.get("changed deps", {}).items()}
         assert set(found.get("params.yaml", {})) == set(lineage.params[name])
-        sources = [key for key, names in templated_paths().items() if name in names]
-        assert len([answer for key, answer in found.items() if key.startswith(("external/other", "data/other"))]) == len(sources)
+        sources = {
+            "data/other.jsonl" if key.startswith("data.") else "external/other"
+            for key, names in templated_paths().items()
+            if name in names
+        }
+        assert {key for key in found if key.startswith(("external/other", "data/other"))} == sources
 
 
 @pytest.mark.slow

@@ -161,6 +161,7 @@ def make_eval(**changes: Any) -> Eval:
 
 
 REWARDS = Rewards(
+    preset="default",
     length=Span(min_chars=2, max_chars=80, weight=0.5, penalty=0.25),
     thinking=Span(min_chars=2, max_chars=30, weight=1.0, penalty=0.5),
     think_close=0.125,

@@ -49,7 +49,7 @@ def fault(tree: Any) -> str:
         ("grpo.group_size", 1, "grpo.group_size=1: "),
         ("grpo.group_size", "8", "grpo.group_size='8': "),
         ("grpo.group_size", 8.0, "grpo.group_size=8.0: "),
-        ("grpo.loss", "gspo", "grpo.loss='gspo': "),
+        ("grpo.loss", "gspoo", "grpo.loss='gspoo': "),
         ("pretrain.lr", 0.0, "pretrain.lr=0.0: "),
         ("pretrain.lr", float("nan"), "pretrain.lr=nan: "),
         ("pretrain.lr", float("inf"), "pretrain.lr=inf: "),
@@ -248,7 +248,13 @@ def test_values_are_frozen_and_read_as_yaml_1_2() -> None:
     assert isinstance(YAML(typ="safe", pure=True).load("1e-4"), float)
 
 
-KINDS = {"tokenizer.init_from": "folder", "pretrain.init_from": "file", "full_sft.init_from": "file", "reward.external": "folder"}
+KINDS = {
+    "tokenizer.init_from": "folder",
+    "pretrain.init_from": "file",
+    "full_sft.init_from": "file",
+    "reward.external": "folder",
+    "tools.extra": "file",
+}
 
 
 def written(root: Path, key: str, value: str) -> Path:

@@ -12,11 +12,26 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipeline.maths.metrics import combine
-from pipeline.maths.policy import group_policy_loss, k3, policy_metrics, ppo_policy_loss
+from pipeline.maths.policy import (
+    REDUCTIONS,
+    StepSize,
+    group_policy_loss,
+    k3,
+    kl_penalty,
+    policy_metrics,
+    ppo_policy_loss,
+    reduce_tokens,
+)
 
 FIGURES = Path(__file__).parents[1].parent / "shared" / "data" / "oracle" / "rl_figures.json"
 GROUP: dict[str, Any] = {"clip_eps_low": 0.2, "clip_eps_high": 0.3, "ratio_cap": 1.25, "kl_coef": 0.1}
 PPO: dict[str, Any] = {"clip_eps": 0.2, "kl_coef": 0.1}
+LOSSES = list(REDUCTIONS)
+RAGGED = StepSize(num_sequences=3, num_tokens=11, max_tokens=8)  # of `ragged`'s mask
+
+
+def one(rows: int = 1, tokens: int = 1) -> StepSize:
+    return StepSize(num_sequences=rows, num_tokens=tokens, max_tokens=tokens)
 
 
 def figures(name: str) -> dict[str, Any]:
@@ -54,7 +69,7 @@ def test_group_losses_equal_the_reference_figures(loss: Any) -> None:
         clip_eps_high=data["clip_eps"],
         ratio_cap=data["clip_eps_high"],
         kl_coef=data["beta"],
-        num_sequences=len(logprobs),
+        size=StepSize(num_sequences=len(logprobs), num_tokens=sum(data["lengths"]), max_tokens=6),
     )
     assert float(got) == pytest.approx(data[loss], abs=1e-12)
 
@@ -85,10 +100,94 @@ def test_group_reduction_is_a_mean_per_completion_then_a_mean_of_completions() -
         torch.tensor([-1.0, -3.0]),
         prefix_mask([2, 6], 6),
         loss="grpo",
-        num_sequences=2,
+        size=StepSize(num_sequences=2, num_tokens=8, max_tokens=10),
         **GROUP | {"kl_coef": 0.0},
     )
     assert loss.item() == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(("reduction", "expected"), [("sequence", 2.0), ("token", 2.5), ("constant", 20 / (2 * 10))])
+def test_reductions_by_hand(reduction: Any, expected: float) -> None:
+    # completions of 2 tokens with loss 1 and of 6 with loss 3, at most 10 tokens each: sum 20
+    token_loss = torch.tensor([[1.0, 1.0, *[math.nan] * 4], [3.0] * 6])
+    size = StepSize(num_sequences=2, num_tokens=8, max_tokens=10)
+    assert reduce_tokens(token_loss, prefix_mask([2, 6], 6), reduction, size).item() == pytest.approx(expected)
+
+
+def test_gspo_takes_the_geometric_mean_of_the_ratios() -> None:
+    # ratios 2.0 and 0.5: s = 1 (their arithmetic mean is 1.25); -s A = -3, and d(-s A)/dlogp = -A s / 2 at both tokens
+    old = torch.full((1, 3), -2.0)
+    logprobs = (old + torch.tensor([[math.log(2.0), math.log(0.5), 7.0]])).requires_grad_()
+    mask = prefix_mask([2], 3)
+    loss, metrics = group_policy_loss(
+        logprobs, old, old, torch.tensor([3.0]), mask, loss="gspo", size=one(1, 2), **GROUP | {"kl_coef": 0.0}
+    )
+    assert loss.item() == pytest.approx(-3.0, abs=1e-6)
+    torch.testing.assert_close(torch.autograd.grad(loss, logprobs)[0], torch.tensor([[-1.5, -1.5, 0.0]]))
+    assert float(metrics["ratio_max"]) == pytest.approx(1.0) and float(metrics["clip_frac"]) == 0.0
+
+
+def twin(loss: str, reduction: str, tensors: list[Tensor], mask: Tensor, advantages: Tensor, entropy: Tensor) -> float:
+    """Row by row and token by token, from the definitions."""
+    total = 0.0
+    for row in range(len(mask)):
+        kept = [t for t in range(mask.shape[1]) if mask[row, t]]
+        log_ratios = [float(tensors[0][row, t] - tensors[1][row, t]) for t in kept]
+        advantage = float(advantages[row])
+        for t, log_ratio in zip(kept, log_ratios, strict=True):
+            ratio = math.exp(sum(log_ratios) / len(kept) if loss == "gspo" else log_ratio)
+            if loss == "cispo":
+                value = -min(ratio, GROUP["ratio_cap"]) * advantage * float(tensors[0][row, t])
+            else:
+                clipped = min(max(ratio, 1 - GROUP["clip_eps_low"]), 1 + GROUP["clip_eps_high"])
+                value = -min(ratio * advantage, clipped * advantage)
+            d = float(tensors[2][row, t] - tensors[0][row, t])
+            value += GROUP["kl_coef"] * (math.exp(d) - d - 1) - 0.3 * float(entropy[row, t])
+            total += value / {"sequence": 3 * len(kept), "token": 11, "constant": 3 * 8}[reduction]
+    return total
+
+
+@pytest.mark.parametrize("reduction", [None, "sequence", "token", "constant"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss_is_its_definition(loss: Any, reduction: Any) -> None:
+    tensors, mask = ragged()
+    tensors = [tensor.detach().double() for tensor in tensors]
+    advantages, entropy = torch.tensor([1.0, -2.0, 0.5, 9.0], dtype=torch.float64), torch.rand(4, 6, dtype=torch.float64)
+    got, _ = group_policy_loss(
+        *tensors, advantages, mask, loss=loss, reduction=reduction, entropy=entropy, entropy_coef=0.3, size=RAGGED, **GROUP
+    )
+    expected = twin(loss, reduction or REDUCTIONS[loss], tensors, mask, advantages, entropy)
+    assert got.item() == pytest.approx(expected, abs=1e-10)
+
+
+def test_the_range_may_be_wider_above_than_below() -> None:
+    """DAPO's clip-higher: at ratio 1.25 with A > 0 the gradient lives under 0.28 and is gone under 0.2."""
+    old = torch.full((1, 1), -2.0)
+    for high, alive in ((0.28, True), (0.2, False)):
+        logprobs = (old + math.log(1.25)).requires_grad_()
+        loss, _ = group_policy_loss(
+            logprobs,
+            old,
+            old,
+            torch.tensor([1.0]),
+            torch.ones(1, 1, dtype=torch.bool),
+            loss="dapo",
+            size=one(),
+            **GROUP | {"clip_eps_high": high, "kl_coef": 0.0},
+        )
+        assert bool(torch.autograd.grad(loss, logprobs)[0] != 0) == alive
+
+
+def test_kl_estimators_by_hand() -> None:
+    logprobs, ref = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])  # differences 0.5 and -1
+    expected = {
+        "k1": [0.5, -1.0],
+        "k2": [0.125, 0.5],
+        "k3": [math.exp(-0.5) + 0.5 - 1, math.exp(1) - 1 - 1],
+    }
+    for name, values in expected.items():
+        estimator: Any = name
+        torch.testing.assert_close(kl_penalty(logprobs, ref, estimator), torch.tensor(values))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +210,7 @@ def test_grpo_clips_by_hand(advantage: float, ratio: float, value: float, gradie
         torch.tensor([advantage]),
         torch.ones(1, 1, dtype=torch.bool),
         loss="grpo",
-        num_sequences=1,
+        size=one(),
         **GROUP,
     )
     assert loss.item() == pytest.approx(value, abs=1e-5)
@@ -129,7 +228,7 @@ def test_cispo_caps_the_weight_but_keeps_every_gradient(ratio: float, weight: fl
         torch.tensor([-3.0]),
         torch.ones(1, 1, dtype=torch.bool),
         loss="cispo",
-        num_sequences=1,
+        size=one(),
         **GROUP,
     )
     assert loss.item() == pytest.approx(3 * weight * logprobs.item(), abs=1e-4)
@@ -137,12 +236,12 @@ def test_cispo_caps_the_weight_but_keeps_every_gradient(ratio: float, weight: fl
     assert float(metrics["clip_frac"]) == float(ratio > 1.25)
 
 
-@pytest.mark.parametrize("loss", ["grpo", "cispo"])
+@pytest.mark.parametrize("loss", ["grpo", "cispo", "gspo"])
 def test_first_update_is_the_policy_gradient_and_all_estimators_are_zero(loss: Any) -> None:
     (logprobs, _, _), mask = ragged()
     advantages = torch.tensor([1.0, -2.0, 0.5, 9.0])
     value, metrics = group_policy_loss(
-        logprobs, logprobs.detach(), logprobs.detach(), advantages, mask, loss=loss, num_sequences=3, **GROUP
+        logprobs, logprobs.detach(), logprobs.detach(), advantages, mask, loss=loss, size=RAGGED, **GROUP
     )
     (grad,) = torch.autograd.grad(value, logprobs)
     expected = torch.where(mask, -advantages[:, None] / mask.sum(-1, keepdim=True).clamp(min=1) / 3, 0.0)
@@ -161,10 +260,10 @@ def losses(
         return ppo_policy_loss(logprobs, old, ref, advantages, mask[rows], num_tokens=11, **PPO)
     loss: Any = name
     advantages = torch.tensor([1.0, -2.0, 0.5, 9.0])[rows]
-    return group_policy_loss(logprobs, old, ref, advantages, mask[rows], loss=loss, num_sequences=3, **GROUP)
+    return group_policy_loss(logprobs, old, ref, advantages, mask[rows], loss=loss, size=RAGGED, **GROUP)
 
 
-@pytest.mark.parametrize("name", ["grpo", "cispo", "ppo"])
+@pytest.mark.parametrize("name", [*LOSSES, "ppo"])
 def test_masked_positions_have_no_influence(name: str) -> None:
     tensors, mask = ragged()
     clean, clean_metrics = losses(name, tensors, mask)
@@ -178,7 +277,7 @@ def test_masked_positions_have_no_influence(name: str) -> None:
         assert combine([metrics]) == combine([clean_metrics])
 
 
-@pytest.mark.parametrize("name", ["grpo", "cispo", "ppo"])
+@pytest.mark.parametrize("name", [*LOSSES, "ppo"])
 def test_micro_batches_add_up(name: str) -> None:
     tensors, mask = ragged()
     whole, whole_metrics = losses(name, tensors, mask)
@@ -189,7 +288,7 @@ def test_micro_batches_add_up(name: str) -> None:
     assert combine([metrics for _, metrics in parts]) == pytest.approx(combine([whole_metrics]), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["grpo", "cispo", "ppo"])
+@pytest.mark.parametrize("name", [*LOSSES, "ppo"])
 def test_nothing_in_the_mask_is_zero_with_zero_gradient(name: str) -> None:
     tensors, mask = ragged()
     loss, metrics = losses(name, tensors, torch.zeros_like(mask))
@@ -197,7 +296,7 @@ def test_nothing_in_the_mask_is_zero_with_zero_gradient(name: str) -> None:
     assert (torch.autograd.grad(loss, tensors[0])[0] == 0).all()
 
 
-@pytest.mark.parametrize("name", ["grpo", "cispo", "ppo"])
+@pytest.mark.parametrize("name", [*LOSSES, "ppo"])
 def test_extreme_logprobs_stay_finite(name: str) -> None:
     tensors, mask = ragged()
     for shift in (-1000.0, 1000.0):
@@ -214,7 +313,8 @@ def test_estimators_by_hand() -> None:
     logprobs = torch.tensor([[-1.0, -2.0]])
     old = logprobs - torch.tensor([[two, -2 * two]])
     ref = logprobs + torch.tensor([[three, 0.0]])
-    means = combine([policy_metrics(logprobs, old, ref, torch.ones(1, 2, dtype=torch.bool), ratio_bounds=(0.2, 1.5))])
+    mask, ratio = torch.ones(1, 2, dtype=torch.bool), (logprobs - old).exp()
+    means = combine([policy_metrics(logprobs, old, ref, mask, ratio, ratio_bounds=(0.2, 1.5))])
     assert means == pytest.approx(
         {
             "approx_kl": 0.5 * (two**2 + (2 * two) ** 2) / 2,

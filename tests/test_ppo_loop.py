@@ -65,6 +65,10 @@ def make_settings(**changes: Any) -> Ppo:
         "mini_batch_size": 6,
         "updates_per_rollout": 1,
         "clip_eps": 0.2,
+        "kl_estimator": "k3",
+        "kl_in_reward": False,
+        "entropy_coef": 0.0,
+        "bootstrap_truncated": False,
         "value_clip_eps": 0.2,
         "vf_coef": 0.5,
         "gamma": 0.9,
@@ -479,3 +483,43 @@ def test_equal_rewards_move_the_critic_alone_and_are_said(sets: Path, tokenizer:
     assert any(not torch.equal(before[name], after[name]) for name in before if name.startswith("critic/"))
     assert recorder.at(1)["advantages/std"] == 0.0 and recorder.at(1)["reward/std"] == 0.0
     assert [warning.split()[0] for warning in run.warnings] == ["5"] and summary["train/zero_signal_steps"] == 5
+
+
+def test_kl_may_be_paid_in_the_reward(sets: Path, tokenizer: Tokenizer) -> None:
+    """Returns with gamma = lambda = 1 and a critic of zeros are what is still to come: reward minus the KL of later tokens."""
+    settings = make_settings(kl_in_reward=True, kl_coef=0.3, gamma=1.0, gae_lambda=1.0)
+    run = Run(sets, tokenizer, settings)
+    with torch.no_grad():
+        run.critic.score.weight.zero_()
+        for parameter in run.reference.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+    prompts = run.prompts.batch(0, 0)
+    collected = collect(prompts, list(range(len(prompts))), run.task.rollout, run.task.score)
+    for part in estimate(run.task, settings, CPU, collected):
+        for place, row in enumerate(part.batch.rows.tolist()):
+            trajectory = collected.trajectories[row]
+            known = row_logprobs(run.reference, trajectory, settings.temperature).detach()
+            penalties = [0.3 * (old - float(ref)) for old, ref in zip(trajectory.logprobs, known, strict=True)]
+            expected = [collected.scored[row].total - sum(penalties[t:]) for t in range(len(penalties))]
+            assert part.returns[place][part.batch.loss_mask[place]].tolist() == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_cut_completion_may_go_on_with_the_critics_value(sets: Path, tokenizer: Tokenizer) -> None:
+    plain, bootstrapped = (make_settings(bootstrap_truncated=value, gae_lambda=1.0, gamma=0.9) for value in (False, True))
+    run = Run(sets, tokenizer, plain)
+    run.critic.eval()
+    prompts = run.prompts.batch(0, 0)
+    collected = collect(prompts, list(range(len(prompts))), run.task.rollout, run.task.score)
+    returns = {}
+    for settings in (plain, bootstrapped):
+        for part in estimate(run.task, settings, CPU, collected):
+            for place, row in enumerate(part.batch.rows.tolist()):
+                returns[settings.bootstrap_truncated, row] = part.returns[place][part.batch.loss_mask[place]]
+    cut = [t.truncated for t in collected.trajectories]
+    assert any(cut) and not all(cut)
+    for row, trajectory in enumerate(collected.trajectories):
+        with torch.no_grad():
+            after = float(run.critic(torch.tensor([trajectory.prompt_ids + trajectory.ids]))[0, -1]) if cut[row] else 0.0
+        steps = torch.arange(len(trajectory.ids), 0, -1)
+        # the value after the last token, discounted once per token on the way
+        torch.testing.assert_close(returns[True, row], returns[False, row] + 0.9**steps * after, atol=1e-5, rtol=1e-5)

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,38 @@ def test_dpo_starts_at_ln_2_with_a_gradient() -> None:
     (grad,) = torch.autograd.grad(loss, logprobs)
     torch.testing.assert_close(grad, torch.tensor([-1.0, -1.0, 1.0, 1.0]) * 0.15 / 2 / 2)  # sigmoid(0) = 1/2, two pairs
     assert combine([metrics])["accuracy"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("loss", "smoothing", "value", "slope"),
+    [
+        # h = 0.7, beta 0.15: beta h = 0.105; slope is the derivative by the chosen logprob
+        ("sigmoid", 0.0, math.log(1 + math.exp(-0.105)), -0.15 / (1 + math.exp(0.105))),
+        (
+            "sigmoid",
+            0.1,
+            0.9 * math.log(1 + math.exp(-0.105)) + 0.1 * math.log(1 + math.exp(0.105)),
+            -0.9 * 0.15 / (1 + math.exp(0.105)) + 0.1 * 0.15 / (1 + math.exp(-0.105)),
+        ),
+        ("ipo", 0.0, (0.7 - 1 / 0.3) ** 2, 2 * (0.7 - 1 / 0.3)),
+        ("hinge", 0.0, 1 - 0.105, -0.15),
+    ],
+)
+def test_the_family_by_hand(loss: Any, smoothing: float, value: float, slope: float) -> None:
+    logprobs = torch.tensor([-2.0, -3.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-2.5, -2.8], dtype=torch.float64)
+    got, _ = dpo_loss(logprobs, reference, beta=0.15, loss=loss, label_smoothing=smoothing, num_pairs=1)
+    assert got.item() == pytest.approx(value, abs=1e-12)
+    (grad,) = torch.autograd.grad(got, logprobs)
+    assert grad.tolist() == pytest.approx([slope, -slope], abs=1e-12)
+
+
+@pytest.mark.parametrize(("loss", "start"), [("sigmoid", math.log(2)), ("ipo", 1 / (4 * 0.15**2)), ("hinge", 1.0)])
+def test_where_the_family_starts(loss: Any, start: float) -> None:
+    logprobs = torch.tensor([-5.0, -7.0, -6.0, -2.0], requires_grad=True)
+    value, _ = dpo_loss(logprobs, logprobs.detach(), beta=0.15, loss=loss, num_pairs=2)
+    assert value.item() == pytest.approx(start, rel=1e-6)
+    assert (torch.autograd.grad(value, logprobs)[0] != 0).all()
 
 
 @pytest.mark.skipif(not FIGURES.exists(), reason="reference figures are not beside this checkout")

@@ -28,6 +28,7 @@ from pipeline.tools.registry import TOOL_NAMES, ToolResult, call_tool, tool_sche
 
 PARAMS = Rewards.model_validate(
     {
+        "preset": "default",
         "length": {"min_chars": 8, "max_chars": 800, "weight": 0.5, "penalty": 0.5},
         "thinking": {"min_chars": 8, "max_chars": 300, "weight": 1.0, "penalty": 0.5},
         "think_close": 0.25,
@@ -136,6 +137,90 @@ def test_thinking_earns_nothing_when_it_was_not_asked_for() -> None:
 def test_loops_in_the_thinking_cost_as_much_as_loops_in_the_answer() -> None:
     assert completion("好的好的好的好的好的\n</think>\n\nIt is four.", open_thinking=True)["repetition"] == -0.5
     assert completion("It is four. " * 4)["repetition"] == -0.5
+
+
+PARIS = "The capital of France is Paris."
+THOUGHT = "The user asks for a capital city.\n</think>\n\n"
+PLAIN_CHEATS = {  # against PARIS, where no thinking was asked for
+    "nothing": "",
+    "blank": " \n" * 40,
+    "a mark": ".",
+    "one word": "Paris.",
+    "blank padding at the end": "Paris." + "\n" * 50,
+    "blank padding inside": "P" + "\n \t" * 30 + ".",
+    "invisible padding": "Paris" + "\u200b" * 30,
+    "too long": " ".join(map(str, range(400))),
+    "a repeated word": "Paris " * 20,
+    "a repeated sentence": (PARIS + " ") * 4,
+    "a sentence said twice": PARIS + " " + PARIS,
+    "two sentences in turns": "It is Paris. I am sure. " * 5,
+    "a repeated line with numbers": "\n".join(f"{n}. It is the city of Paris." for n in range(9)),
+    "repeated Chinese": "共舞" * 40,
+    "repeated Chinese between commas": "共舞，" * 20,
+    "a repeated Chinese sentence": "法国的首都是巴黎。" * 4,
+    "repeated Japanese": "ありがとう" * 10,
+    "one letter": "a" * 100,
+    "one long word": "paris" * 30,
+    "marks": "！" * 40,
+    "an emoji": "🎉" * 40,
+    "the answer, then a loop": PARIS + " " + "and so on " * 30,
+    "the answer inside the thinking": PARIS + "</think>",
+    "closing tags": "</think>" * 20,
+}
+THINKING_CHEATS = {  # against THOUGHT + PARIS, where thinking was asked for
+    "no thinking": "</think>" + PARIS,
+    "thinking of a word": "hm\n</think>\n\n" + PARIS,
+    "blank thinking": " \n" * 40 + "</think>" + PARIS,
+    "endless thinking": "I wonder what the user may want from me here",
+    "long thinking": " ".join(map(str, range(200))) + "</think>" + PARIS,
+    "looping thinking": "I think. " * 20 + "</think>" + PARIS,
+    "looping Chinese thinking": "让我想想" * 20 + "</think>" + PARIS,
+    "filler for thinking": "a" * 40 + "</think>" + PARIS,
+    "closed twice": THOUGHT + PARIS + "</think>",
+    "everything inside the thinking": PARIS + "\n</think>",
+    "a word after the thinking": THOUGHT + "Paris",
+}
+
+
+class Equal:
+    """A reward model that is no help: it likes everything equally."""
+
+    def score(self, items: Any) -> list[float]:
+        return [0.5] * len(items)
+
+
+def completion_total(text: str, *, open_thinking: bool, stop: StopReason = StopReason.EOS, model: Any = None) -> float:
+    turn = Turn(text, parse_turn(text, open_thinking=open_thinking))
+    task = PromptTask(0, [1], open_thinking, [{"role": "user", "content": "What is the capital of France?"}], None, [])
+    trajectory = Trajectory([1], [], [], [], [turn], [], stop, open_thinking)
+    return CompletionScorer(PARAMS, model or Equal())([task], [trajectory])[0].total
+
+
+@pytest.mark.parametrize("name", PLAIN_CHEATS)
+def test_a_completion_that_cheats_earns_less_than_an_honest_one(name: str) -> None:
+    honest = completion_total(PARIS, open_thinking=False)
+    assert honest == 0.5 + 0.5
+    assert completion_total(PLAIN_CHEATS[name], open_thinking=False) <= honest - 0.25
+
+
+@pytest.mark.parametrize("name", THINKING_CHEATS)
+def test_a_completion_that_cheats_in_its_thinking_earns_less(name: str) -> None:
+    honest = completion_total(THOUGHT + PARIS, open_thinking=True)
+    assert honest == 0.5 + 1.25 + 0.5
+    assert completion_total(THINKING_CHEATS[name], open_thinking=True) <= honest - 0.25
+
+
+def test_a_completion_that_is_cut_calls_a_tool_or_breaks_the_reward_model_earns_less() -> None:
+    class Broken:
+        def score(self, items: Any) -> list[float]:
+            return [float("nan")] * len(items)
+
+    for thinking, text in ((False, PARIS), (True, THOUGHT + PARIS)):
+        honest = completion_total(text, open_thinking=thinking)
+        for stop in set(StopReason) - {StopReason.EOS}:
+            assert completion_total(text, open_thinking=thinking, stop=stop) == honest - 0.5
+        assert completion_total(text + call(), open_thinking=thinking, stop=StopReason.MAX_TURNS) < honest
+        assert completion_total(text, open_thinking=thinking, model=Broken()) == honest - 3.5
 
 
 # --- agent: one honest trajectory against many cheats

@@ -40,13 +40,13 @@ from pipeline.data.batches import PairBatches, SupervisedBatches
 from pipeline.model.heads import RewardModel
 from pipeline.model.lora import add_lora, lora_state_dict
 from pipeline.model.transformer import CausalLM
-from pipeline.params.schema import Supervised
+from pipeline.params.schema import Dpo, Supervised
 from pipeline.rewards.model import TrainedRewardModel
 from pipeline.text.chat import ChatEncoder
 from pipeline.text.tokenizer import Tokenizer
 from pipeline.training.language_objective import LanguageModelling
 from pipeline.training.panels import chat_prompts, document_prompts, greedy_panel, pair_prompts
-from pipeline.training.preference_objective import DirectPreference
+from pipeline.training.preference_objective import DirectPreference, cached_reference, live_reference
 from pipeline.training.reward_objective import RewardModelling, score_scale, scored_panel
 from pipeline.training.supervised import SupervisedTask, total_steps, train_supervised, train_window, validate
 
@@ -210,12 +210,17 @@ def make_lora(sets: Path, tokenizer: Tokenizer, settings: Supervised) -> Supervi
     return language_task(sets, tokenizer, settings, model, name="full_sft", batch_size=4)[0]
 
 
+def dpo_settings(**changes: Any) -> Dpo:
+    own = {"beta": 0.5, "loss": "sigmoid", "label_smoothing": 0.0, "reference": "live", "drop_empty_think_frac": 0.5}
+    return Dpo(**(make_settings().model_dump() | {"max_seq_len": 512} | own | changes))
+
+
 def make_dpo(sets: Path, tokenizer: Tokenizer, settings: Supervised, **shape: Any) -> SupervisedTask:
     model, reference = (make_model(tokenizer, **({"dropout": 0.1} | shape)) for _ in range(2))
     reference.requires_grad_(False)
     train = open_pairs(sets, tokenizer, "train", drop_empty_think_frac=0.5)
     state, _ = one_module(model, settings, total_steps(settings, train))
-    objective = DirectPreference(model, reference, CPU, beta=0.5)
+    objective = DirectPreference(model, live_reference(reference, CPU), CPU, dpo_settings())
     return SupervisedTask(state, objective, train, open_pairs(sets, tokenizer, "held_out"), "dpo", lambda: [])
 
 
@@ -283,7 +288,8 @@ def test_lora_moves_the_adapters_alone(sets: Path, tokenizer: Tokenizer) -> None
 def test_dpo_starts_at_ln_2_learns_and_leaves_the_reference(sets: Path, tokenizer: Tokenizer) -> None:
     settings = make_settings(epochs=4, lr=0.01, val_every=4)
     task = make_dpo(sets, tokenizer, settings, dropout=0.0)
-    reference = task.objective.reference
+    reference = make_model(tokenizer, dropout=0.0).requires_grad_(False)
+    task.objective.reference = live_reference(reference, CPU)
     before, recorder = snapshot(reference), MemoryRecorder()
     summary = train_supervised(task, settings, CPU, recorder)
     assert_bits_equal(snapshot(reference), before)
@@ -413,3 +419,31 @@ def test_panels_show_prompts_that_fit(sets: Path, tokenizer: Tokenizer) -> None:
         len(set(lengths)) > 1 and len(table) == 4 and all("stone" in row["chosen"] and "wind" in row["rejected"] for row in table)
     )
     assert all(row["margin"] == pytest.approx(row["chosen_score"] - row["rejected_score"], abs=1e-6) for row in table)
+
+
+def test_cached_references_are_the_live_ones(sets: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    frozen = make_model(tokenizer, sharpness=4.0).requires_grad_(False)
+    train, held_out = (open_pairs(sets, tokenizer, split, drop_empty_think_frac=0.5) for split in ("train", "held_out"))
+    live, calls = live_reference(frozen, CPU), []
+    hidden = frozen.hidden
+    frozen.hidden = lambda *args, **kw: calls.append(1) or hidden(*args, **kw)  # type: ignore[method-assign]
+
+    def opened() -> Any:
+        return cached_reference(frozen, [train, held_out], CPU, tmp_path / "reference", "model 1", with_dropped=True)
+
+    cached = opened()
+    scored, calls[:] = len(calls), []
+    assert scored > 0
+    batches = [train.batch(epoch, index) for epoch in range(2) for index in range(train.batches_per_epoch)]
+    looked_up = [cached(batch) for batch in [*batches, *held_out.in_order()]]
+    assert calls == []
+    assert {dropped for batch in batches for dropped in batch.dropped} == {False, True}
+    for batch, values in zip([*batches, *held_out.in_order()], looked_up, strict=True):
+        torch.testing.assert_close(values, live(batch), atol=1e-4, rtol=1e-5)
+    calls.clear()
+    opened()
+    assert calls == []  # kept on disk
+    (path,) = (tmp_path / "reference").iterdir()
+    path.write_bytes(path.read_bytes()[:100])
+    opened()
+    assert len(calls) == scored  # a damaged table is made again

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import time
 
 import pytest
@@ -205,13 +206,13 @@ def test_errors_name_what_was_given_and_what_is_allowed() -> None:
     ],
 )
 def test_argument_checks(name: str, arguments: object, fault: str) -> None:
-    assert argument_fault(name, arguments) == fault
+    assert argument_fault(tool_schema(name), arguments) == fault
     assert error(name, arguments) == fault
 
 
 def test_zero_is_a_value_and_optional_arguments_are_optional() -> None:
-    assert argument_fault("unit_converter", {"value": 0, "from_unit": "kg", "to_unit": "pounds"}) is None
-    assert argument_fault("get_current_time", {}) is None
+    assert argument_fault(tool_schema("unit_converter"), {"value": 0, "from_unit": "kg", "to_unit": "pounds"}) is None
+    assert argument_fault(tool_schema("get_current_time"), {}) is None
 
 
 def test_schemas_agree_with_an_outside_validator() -> None:
@@ -231,7 +232,7 @@ def test_schemas_agree_with_an_outside_validator() -> None:
         [],
     )
     for arguments in trials:
-        assert validator.is_valid(arguments) == (argument_fault("unit_converter", arguments) is None)
+        assert validator.is_valid(arguments) == (argument_fault(tool_schema("unit_converter"), arguments) is None)
     assert tool_schema("calculate_math", "zh") != tool_schema("calculate_math", "en")
     tool_schema("calculate_math")["function"]["name"] = "changed"
     assert tool_schema("calculate_math")["function"]["name"] == "calculate_math"
@@ -267,6 +268,7 @@ def test_no_call_raises_and_every_result_is_json_in_utf8(name: object, arguments
     content = json.loads(result.content)
     assert isinstance(content, dict)
     assert ("error" in content) == result.is_error
+    assert not re.match(r"[A-Za-z]+Error: ", str(content.get("error")))  # refused, not broken
     assert len(result.content.encode("utf-8")) < 600  # not cut, so short by construction
 
 

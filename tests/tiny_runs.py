@@ -3,6 +3,7 @@
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,11 +18,13 @@ from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import Backbone, CausalLM
 from pipeline.params.schema import Data, Optimizer, Sampling
 from pipeline.rewards.scoring import Scored
+from pipeline.rollout.episodes import run_episodes
 from pipeline.rollout.records import StopReason, Trajectory
 from pipeline.rollout.torch_engine import TorchRolloutEngine
+from pipeline.text.chat import ChatEncoder
 from pipeline.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from pipeline.training.device import Device
-from pipeline.training.policy_setup import open_prompts, open_rollout
+from pipeline.training.policy_setup import open_prompts
 from pipeline.training.state import TrainState
 from pipeline.training.updater import Update, Updater
 
@@ -268,11 +271,20 @@ class SamplingRun:
         self.prompts = open_prompts(sets / "prepared" / "rlaif", settings, tokenizer, 0.0, self.warnings.append)
         stop_ids = [tokenizer.eos_id, *range(40, 300, 9)]  # more ends than one, so that lengths differ
         engine = TorchRolloutEngine(self.policy, stop_ids=stop_ids, pad_id=0, max_rows=64)
-        self._sample = open_rollout(engine, tokenizer, settings, max_turns=1, max_total_len=max_total_len)
+        self._sample = partial(
+            run_episodes,
+            engine,
+            ChatEncoder(tokenizer),
+            tokenizer,
+            max_turns=1,
+            max_new_tokens=settings.max_new_tokens,
+            max_total_len=max_total_len,
+            temperature=settings.temperature,
+        )
         self._decode, self._pad_id = tokenizer.decode_all, pad_id
 
     def rollout(self, tasks: Sequence[PromptTask], keys: Sequence[int]) -> list[Trajectory]:
-        self.trajectories.append(self._sample(tasks, keys))
+        self.trajectories.append(self._sample(tasks, keys=keys))
         return self.trajectories[-1]
 
     def task_fields(self, state: TrainState, score: Score) -> dict[str, Any]:

@@ -51,6 +51,13 @@ class Batch:
         """Sum of `row_bytes`."""
         return sum(self.row_bytes)
 
+    def part(self, rank: int, size: int) -> "Batch | None":
+        """Every `size`-th row from number `rank` on, as wide as the whole; None where there is none."""
+        rows, labels = self.rows[rank::size], self.labels[rank::size]
+        if not rows:
+            return None
+        return Batch(self.input_ids[rank::size], labels, _count_trained(labels), rows, self.row_bytes[rank::size])
+
 
 @dataclass(frozen=True, slots=True)
 class PairBatch:
@@ -61,17 +68,31 @@ class PairBatch:
         labels: [2n, T] int64.
         num_trained: how many labels are not -100.
         rows: n row numbers (from 0) in the encoded file.
+        dropped: per pair, whether its empty think blocks were left out.
+        split: name of the encoded file, `train` or `held_out`.
     """
 
     input_ids: Tensor
     labels: Tensor
     num_trained: int
     rows: list[int]
+    dropped: list[bool]
+    split: str
 
     @property
     def num_pairs(self) -> int:
         """n."""
         return len(self.rows)
+
+    def part(self, rank: int, size: int) -> "PairBatch | None":
+        """Every `size`-th pair from number `rank` on, as wide as the whole; None where there is none."""
+        rows = self.rows[rank::size]
+        if not rows:
+            return None
+        input_ids, labels = (
+            torch.cat([side[rank::size] for side in tensor.chunk(2)]) for tensor in (self.input_ids, self.labels)
+        )
+        return PairBatch(input_ids, labels, _count_trained(labels), rows, self.dropped[rank::size], self.split)
 
 
 class SupervisedBatches:
@@ -173,6 +194,7 @@ class PairBatches:
     ) -> None:
         """As `SupervisedBatches`, with `batch_size` counting pairs and one think-block decision for both sides of a pair."""
         self._table = _read_table(path)
+        self.split = path.stem
         self._sides = [
             tuple(_Ragged(self._table[f"{side}_{name}"]) for name in ("ids", "trained", "empty_thinks"))
             for side in ("chosen", "rejected")
@@ -189,11 +211,16 @@ class PairBatches:
             self._draws = epoch, _draw(self._seed, epoch, self._drop_empty_think_frac, self._table.num_rows)
         return self._make(self._plan.rows(epoch, index), self._draws[1])
 
-    def in_order(self) -> Iterator[PairBatch]:
-        """Every pair once, shortest first, as stored: for validation."""
-        as_stored = np.zeros(self._table.num_rows, bool)
+    @property
+    def num_rows(self) -> int:
+        """Pairs in the file."""
+        return int(self._table.num_rows)
+
+    def in_order(self, *, dropped: bool = False) -> Iterator[PairBatch]:
+        """Every pair once, shortest first, as stored or with all empty think blocks left out: for validation, and references."""
+        drops = np.full(self._table.num_rows, dropped)
         for rows in self._plan.by_length():
-            yield self._make(rows, as_stored)
+            yield self._make(rows, drops)
 
     def _make(self, rows: Ints, drops: Ints) -> PairBatch:
         sequences = [
@@ -201,7 +228,7 @@ class PairBatches:
             for ids, trained, empty_thinks in self._sides
             for row in rows
         ]
-        return PairBatch(*_shift_and_pad(sequences, self._pad_id), rows.tolist())
+        return PairBatch(*_shift_and_pad(sequences, self._pad_id), rows.tolist(), drops[rows].tolist(), self.split)
 
 
 class _Ragged:
@@ -276,6 +303,10 @@ def _without_spans(ids: Ints, trained: Ints, spans: Ints) -> tuple[Ints, Ints]:
     return ids[kept], trained[kept]
 
 
+def _count_trained(labels: Tensor) -> int:
+    return int((labels != IGNORED_LABEL).sum())
+
+
 def _shift_and_pad(sequences: Sequence[tuple[Ints, Ints]], pad_id: int) -> tuple[Tensor, Tensor, int]:
     """input_ids [B, T] and labels [B, T] of (ids, trained) sequences, and how many labels are trained."""
     lengths = [len(ids) - 1 for ids, _ in sequences]
@@ -284,4 +315,5 @@ def _shift_and_pad(sequences: Sequence[tuple[Ints, Ints]], pad_id: int) -> tuple
     for index, ((ids, trained), length) in enumerate(zip(sequences, lengths, strict=True)):
         input_ids[index, :length] = ids[:-1]
         labels[index, :length] = np.where(trained[1:], ids[1:], IGNORED_LABEL)
-    return torch.from_numpy(input_ids), torch.from_numpy(labels), int((labels != IGNORED_LABEL).sum())
+    shifted = torch.from_numpy(labels)
+    return torch.from_numpy(input_ids), shifted, _count_trained(shifted)

@@ -23,6 +23,7 @@ from pipeline.params.schema import Eval, Params
 from pipeline.rewards.scoring import CompletionScorer
 from pipeline.text.chat import ChatEncoder
 from pipeline.text.tokenizer import Tokenizer, load_tokenizer
+from pipeline.tools.toolbox import open_toolbox
 from pipeline.training.device import open_device
 from pipeline.training.policy_setup import open_reward_model
 from pipeline.training.reward_objective import RewardModelling
@@ -56,7 +57,8 @@ def measure_all(
         params.rewards, open_reward_model(CHECKPOINTS / "reward.pth", params.reward.external, tokenizer, device)
     )
     panel = open_panel(params.eval, tokenizer, config, announce)
-    examiner = Examiner(panel, params.eval, tokenizer, ChatEncoder(tokenizer), score, device, config.max_position_embeddings)
+    world = config.max_position_embeddings, open_toolbox(params.tools)
+    examiner = Examiner(panel, params.eval, tokenizer, ChatEncoder(tokenizer), score, device, *world)
     measured = {}
     for name in MODELS:
         names = [name, "full_sft"] if name == "lora" else [name]

@@ -19,6 +19,7 @@ from pipeline.rollout.episodes import run_episodes
 from pipeline.rollout.records import RolloutEngine, StopReason, Trajectory
 from pipeline.text.chat import ChatEncoder
 from pipeline.text.tokenizer import Tokenizer
+from pipeline.tools.toolbox import PRESET_TOOLS, Toolbox
 from pipeline.training.device import Device
 from pipeline.training.policy_setup import open_engine
 from pipeline.training.reward_objective import RewardModelling
@@ -101,6 +102,7 @@ class Examiner:
 
     Attributes:
         window: most positions of the models; an episode that outgrows it ends unfinished.
+        toolbox: what answers tool calls, and checks the answers of a user's own tasks.
     """
 
     panel: Panel
@@ -110,6 +112,7 @@ class Examiner:
     score: CompletionScorer
     device: Device
     window: int
+    toolbox: Toolbox = PRESET_TOOLS
 
     def measure(self, model: CausalLM) -> Examination:
         """Every generative metric of one language model."""
@@ -197,9 +200,11 @@ class Examiner:
         samples = []
         for name, greedy in (("tool_success", False), ("tool_success_greedy", True)):
             trajectories = self.episodes(engine, tasks, "tool", greedy=greedy, max_turns=self.params.max_turns)
-            values[name] = [float(solved(task, t)) for task, t in zip(tasks, trajectories, strict=True)]
+            values[name] = [float(solved(task, t, self.toolbox)) for task, t in zip(tasks, trajectories, strict=True)]
             if not greedy:
-                values["tool_earned"] = [float(earned(task, t)) for task, t in zip(tasks, trajectories, strict=True)]
+                values["tool_earned"] = [
+                    float(earned(task, t, self.toolbox)) for task, t in zip(tasks, trajectories, strict=True)
+                ]
                 values["tool_valid_frac"] = [float(calls_valid(t)) for t in trajectories]
                 samples = [
                     self.sample("tool task", t.prompt_ids, t.ids, score, expected=", ".join(task.gt))
@@ -228,6 +233,7 @@ class Examiner:
             max_total_len=self.window,
             temperature=self.params.temperature,
             greedy=greedy,
+            toolbox=self.toolbox,
         )
 
     def keys(self, what: str, rows: int) -> list[int]:

@@ -8,18 +8,22 @@ WHITEN_EPS = 1e-8
 
 
 @torch.no_grad()
-def group_advantages(rewards: Tensor, group_size: int) -> Tensor:
+def group_advantages(rewards: Tensor, group_size: int, *, divide_by_std: bool = True) -> Tensor:
     """(reward - group mean) / (group std + 1e-4), population std (arXiv:2402.03300, section 4.1.2).
 
     Args:
         rewards: `[P * G]`, the G completions of a prompt adjacent.
         group_size: G.
+        divide_by_std: False leaves the centred rewards (arXiv:2503.20783: dividing favours prompts that are nearly solved or
+            hopeless).
 
     Returns:
         `[P * G]`; exactly 0 for a group whose rewards are all equal, which carries no signal.
     """
     groups = rewards.view(-1, group_size)
-    advantages = (groups - groups.mean(-1, keepdim=True)) / (groups.std(-1, correction=0, keepdim=True) + GROUP_STD_EPS)
+    advantages = groups - groups.mean(-1, keepdim=True)
+    if divide_by_std:
+        advantages = advantages / (groups.std(-1, correction=0, keepdim=True) + GROUP_STD_EPS)
     # The mean of equal floats may differ from them in the last bit, which the small divisor would blow up.
     equal = groups.amax(-1, keepdim=True) == groups.amin(-1, keepdim=True)
     return torch.where(equal, 0.0, advantages).view(-1)

@@ -8,7 +8,13 @@ from pipeline.maths.chunks import over_wanted
 
 
 def token_logprobs(
-    hidden: Tensor, head_weight: Tensor, labels: Tensor, *, temperature: float = 1.0, chunk: int | None = None
+    hidden: Tensor,
+    head_weight: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 1.0,
+    entropy_grad: bool = False,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each label and entropy of its distribution, softmax(logits / temperature).
 
@@ -21,24 +27,27 @@ def token_logprobs(
         head_weight: `[V, D]`.
         labels: `[...]`, `-100` where nothing is wanted.
         temperature: > 0.
+        entropy_grad: whether entropies carry a gradient, for a bonus on them.
         chunk: positions per matrix product; `chunks.KEPT_LOGITS` logits' worth when left out.
 
     Returns:
-        Logprobs and entropies (nats, detached), both `[...]` in fp32 (fp64 for fp64 input) and 0 where the label is -100.
+        Logprobs and entropies (nats), both `[...]` in fp32 (fp64 for fp64 input) and 0 where the label is -100.
     """
-    parts, wanted = over_wanted(_chunk_logprobs, hidden, head_weight, labels, temperature, chunk=chunk)
+    parts, wanted = over_wanted(_chunk_logprobs, hidden, head_weight, labels, temperature, entropy_grad, chunk=chunk)
     logprobs = torch.cat([part[0] for part in parts])
     entropy = torch.cat([part[1] for part in parts])
     empty = logprobs.new_zeros(labels.shape)
     return empty.masked_scatter(wanted, logprobs), empty.masked_scatter(wanted, entropy)
 
 
-def _chunk_logprobs(hidden: Tensor, head_weight: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _chunk_logprobs(
+    hidden: Tensor, head_weight: Tensor, labels: Tensor, temperature: float, entropy_grad: bool
+) -> tuple[Tensor, Tensor]:
     logits = F.linear(hidden, head_weight.to(hidden.dtype))
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     normaliser = logits.logsumexp(-1)
     logprobs = logits.gather(-1, labels[:, None]).squeeze(-1) - normaliser
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
         # A logit of -inf has probability 0 and adds nothing; 0 * -inf would be NaN.
         surprise = torch.where(logits == -torch.inf, 0.0, normaliser[:, None] - logits)
         entropy = (surprise * (logits - normaliser[:, None]).exp()).sum(-1)

@@ -1,14 +1,31 @@
 """Losses on pairs: rows 0..N-1 are the chosen answers, rows N..2N-1 the rejected ones of the same pairs."""
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+PreferenceLoss = Literal["sigmoid", "ipo", "hinge"]
 
-def dpo_loss(logprobs: Tensor, ref_logprobs: Tensor, *, beta: float, num_pairs: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Direct preference optimisation, arXiv:2305.18290 eq. 7: -log sigmoid(beta * difference of the log-ratios).
 
-    At policy = reference the loss is ln 2 and its gradient is not zero.
+def dpo_loss(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    *,
+    beta: float,
+    loss: PreferenceLoss = "sigmoid",
+    label_smoothing: float = 0.0,
+    num_pairs: int,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Direct preference optimisation on h, the difference of the answers' log-ratios to the reference.
+
+    - `sigmoid` (arXiv:2305.18290 eq. 7): -log sigmoid(beta h). With `label_smoothing` e, the chance that a pair is labelled the
+      wrong way round: -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h) (conservative DPO, E. Mitchell 2023).
+    - `ipo` (arXiv:2310.12036 eq. 17): (h - 1 / (2 beta))^2, which stops pulling once h is there.
+    - `hinge` (arXiv:2305.10425): max(0, 1 - beta h).
+
+    At policy = reference the loss is ln 2, 1 / (4 beta^2) or 1, and its gradient is not zero.
 
     Args:
         logprobs: `[2N]`, summed over the trained tokens of each answer (not length-normalised).
@@ -21,12 +38,18 @@ def dpo_loss(logprobs: Tensor, ref_logprobs: Tensor, *, beta: float, num_pairs: 
         higher one; a tie counts half), `margin`, `chosen_reward`, `rejected_reward`, `chosen_logprob`, `rejected_logprob`.
     """
     rewards = beta * (logprobs - ref_logprobs)
-    loss, metrics = bradley_terry_loss(rewards, num_pairs=num_pairs)
-    chosen_rewards, rejected_rewards = rewards.detach().chunk(2)
+    chosen_rewards, rejected_rewards = rewards.chunk(2)
+    margin = chosen_rewards - rejected_rewards
+    if loss == "ipo":
+        pair_loss = (margin / beta - 1 / (2 * beta)).square()
+    elif loss == "hinge":
+        pair_loss = F.relu(1 - margin)
+    else:
+        pair_loss = -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
     chosen_logprobs, rejected_logprobs = logprobs.detach().chunk(2)
-    return loss, metrics | {
-        "chosen_reward": chosen_rewards.sum(),
-        "rejected_reward": rejected_rewards.sum(),
+    return pair_loss.sum() / max(num_pairs, 1), _margin_metrics(margin) | {
+        "chosen_reward": chosen_rewards.detach().sum(),
+        "rejected_reward": rejected_rewards.detach().sum(),
         "chosen_logprob": chosen_logprobs.sum(),
         "rejected_logprob": rejected_logprobs.sum(),
     }
@@ -44,9 +67,12 @@ def bradley_terry_loss(scores: Tensor, *, num_pairs: int) -> tuple[Tensor, dict[
     """
     chosen, rejected = scores.chunk(2)
     margin = chosen - rejected
-    loss = -F.logsigmoid(margin).sum() / max(num_pairs, 1)
-    margin = margin.detach()
-    return loss, {
+    return -F.logsigmoid(margin).sum() / max(num_pairs, 1), _margin_metrics(margin)
+
+
+@torch.no_grad()
+def _margin_metrics(margin: Tensor) -> dict[str, Tensor]:
+    return {
         "count": torch.tensor(float(len(margin))),
         "accuracy": (margin > 0).float().sum() + 0.5 * (margin == 0).float().sum(),
         "margin": margin.sum(),

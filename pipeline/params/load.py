@@ -39,7 +39,7 @@ def parse_params(tree: Any, source: str = "params.yaml") -> Params:
 
 
 def check_files(params: Params, root: Path) -> None:
-    """Checks that what `init_from` and `external` name exists below `root/external`, where DVC hashes it.
+    """Checks that what `init_from`, `external` and `extra` name exists below `root/external`, where DVC hashes it.
 
     Sources of data may still be absent, as only the stages `data@SET` read them; their names must be possible ones.
 
@@ -52,6 +52,7 @@ def check_files(params: Params, root: Path) -> None:
         "pretrain.init_from": (params.pretrain.init_from, "file"),
         "full_sft.init_from": (params.full_sft.init_from, "file"),
         "reward.external": (params.reward.external, "folder"),
+        "tools.extra": (params.tools.extra, "file"),
     }
     faults = [
         fault for key, (given, kind) in named.items() if given is not None for fault in _foreign_faults(given, kind, root, key)

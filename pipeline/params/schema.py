@@ -161,7 +161,14 @@ class Lora(Chat):
 
 class Dpo(Encoded):
     beta: PositiveFloat
+    loss: Literal["sigmoid", "ipo", "hinge"]
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)]
+    reference: Literal["cached", "live"]
     drop_empty_think_frac: Frac
+
+    def _faults(self) -> Iterator[str]:
+        if self.label_smoothing and self.loss != "sigmoid":
+            yield f"label_smoothing={self.label_smoothing}: must be 0 with loss: {self.loss}, only sigmoid has it"
 
 
 class Reward(Supervised):
@@ -188,8 +195,12 @@ class Ppo(Sampling):
     critic_lr: PositiveFloat
     mini_batch_size: Positive
     updates_per_rollout: Positive
-    clip_eps: PositiveFloat
+    clip_eps: Annotated[float, Field(gt=0, lt=1)]
     value_clip_eps: PositiveFloat
+    kl_estimator: Literal["k1", "k2", "k3"]
+    kl_in_reward: bool  # subtract kl_coef * k1 from each token's reward instead of adding KL to the loss
+    entropy_coef: Weight
+    bootstrap_truncated: bool  # a cut completion goes on with the critic's value instead of 0
     vf_coef: Weight
     gamma: Frac
     gae_lambda: Frac
@@ -203,15 +214,42 @@ class Ppo(Sampling):
             yield f"critic_warmup_steps={self.critic_warmup_steps}: must be < max_steps={self.max_steps} to train the policy"
 
 
+class DynamicSampling(Section):
+    """DAPO's dynamic sampling (arXiv:2503.14476, section 3.2): groups without signal give their places to other prompts."""
+
+    max_rounds: Count  # of further sampling per step; 0 switches it off
+
+
+class Overlong(Section):
+    """Completions at their length limit: a soft penalty before it (arXiv:2503.14476 eq. 13), and whether cut ones are trained."""
+
+    buffer: Count  # the last tokens before the limit, over which the penalty grows from 0; 0: no penalty
+    penalty: Weight  # at the limit
+    train_truncated: bool
+
+
 class Group(Sampling):
-    """Group-relative policy optimisation (arXiv:2402.03300) and CISPO (arXiv:2506.13585)."""
+    """Group-relative policy optimisation; docs/algorithms.md has the losses side by side."""
 
     group_size: Annotated[int, Field(ge=2)]
-    loss: Literal["cispo", "grpo"]
+    loss: Literal["cispo", "grpo", "dapo", "gspo", "dr_grpo"]
+    reduction: Literal["sequence", "token", "constant"] | None  # null: as the paper of the loss
+    advantage_std: bool | None  # divide advantages by the group's std; null: as the paper of the loss
     clip_eps_low: PositiveFloat
     clip_eps_high: PositiveFloat
     ratio_cap: Annotated[float, Field(gt=1)]
+    kl_estimator: Literal["k1", "k2", "k3"]
+    entropy_coef: Weight
+    old_logprobs: Literal["sampled", "recomputed"]
+    dynamic_sampling: DynamicSampling
+    overlong: Overlong
     updates_per_rollout: Positive
+
+    def _faults(self) -> Iterator[str]:
+        if self.clip_eps_low >= 1:
+            yield f"clip_eps_low={self.clip_eps_low}: must be < 1, a distance below the ratio 1"
+        if self.overlong.buffer >= self.max_new_tokens:
+            yield f"overlong.buffer={self.overlong.buffer}: must be < max_new_tokens={self.max_new_tokens}"
 
 
 class Grpo(Group):
@@ -223,6 +261,7 @@ class Agent(Group):
     max_total_len: Positive
 
     def _faults(self) -> Iterator[str]:
+        yield from super()._faults()
         length = self.max_prompt_len + self.max_new_tokens
         if length > self.max_total_len:
             yield f"max_total_len={self.max_total_len}: must hold max_prompt_len + max_new_tokens = {length}"
@@ -244,6 +283,7 @@ class Span(Section):
 class Rewards(Section):
     """Weights of the reward terms; each term is logged by name (docs/rewards.md)."""
 
+    preset: Literal["default", "minimind"]  # minimind: its own rules and constants, to which no key below applies
     length: Span
     thinking: Span
     think_close: Weight
@@ -254,6 +294,13 @@ class Rewards(Section):
     tool_call: Weight
     unfinished: Weight
     agent_clip: PositiveFloat
+
+
+class Tools(Section):
+    """What answers the calls of a policy; the embedded world's rows were made with the default preset."""
+
+    preset: Literal["default", "minimind"]
+    extra: str | None  # a Python file below external/ with tools of the user's own
 
 
 class Eval(Section):
@@ -273,6 +320,7 @@ class Runtime(Section):
     device: Literal["auto", "cpu", "cuda"]
     dtype: Literal["auto", "float32", "bfloat16"]
     threads: Count
+    ranks: Positive  # data-parallel processes of a stage that trains
     save_every_s: PositiveFloat
     keep_saves: Positive
     progress: Literal["auto", "on", "off"]
@@ -293,6 +341,7 @@ class Params(Section):
     grpo: Grpo
     agent: Agent
     rewards: Rewards
+    tools: Tools
     eval: Eval
     runtime: Runtime
 

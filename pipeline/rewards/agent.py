@@ -11,6 +11,7 @@ from pipeline.rewards.verify import MAX_NUMBER_CHARS, as_number, numbers, quanti
 from pipeline.rollout.records import StopReason, Trajectory, without_tool_blocks
 from pipeline.text.turns import ParsedTurn
 from pipeline.tools.registry import ToolResult
+from pipeline.tools.toolbox import Check
 
 MAX_FAULTS = 3  # call faults beyond this cost no more, so that one runaway turn does not drown the rest of a group
 MAX_QUANTITIES_PER_ANSWER = 3
@@ -28,6 +29,7 @@ def agent_rewards(
     tools_offered: Collection[str],
     model_score: float | None,
     params: Rewards,
+    check: Check | None = None,
 ) -> dict[str, float]:
     """Reward terms by name; `total_reward(terms, params.agent_clip)` is the reward.
 
@@ -42,10 +44,11 @@ def agent_rewards(
         tools_offered: names of the offered tools.
         model_score: score of the final answer, None without a reward model.
         params: weights.
+        check: see `earned_answers`.
     """
     turns, tool_results, answer = [turn.parsed for turn in trajectory.turns], trajectory.tool_results, trajectory.final_answer
     called = any(not result.is_error for results in tool_results for result in results)
-    earned = earned_answers(gt, answer, asked=asked, tool_results=tool_results, tools_offered=tools_offered)
+    earned = earned_answers(gt, answer, asked=asked, tool_results=tool_results, tools_offered=tools_offered, check=check)
     texts = [text for turn in turns for text in (without_tool_blocks(turn.answer), turn.thinking or "")]
     return {
         "answer": params.answer * sum(earned) / max(len(gt), 1),
@@ -59,7 +62,13 @@ def agent_rewards(
 
 
 def earned_answers(
-    gt: Sequence[str], answer: str, *, asked: str, tool_results: Sequence[Sequence[ToolResult]], tools_offered: Collection[str]
+    gt: Sequence[str],
+    answer: str,
+    *,
+    asked: str,
+    tool_results: Sequence[Sequence[ToolResult]],
+    tools_offered: Collection[str],
+    check: Check | None = None,
 ) -> list[bool]:
     """Which expected answers the final answer holds, and holds honestly.
 
@@ -73,10 +82,16 @@ def earned_answers(
         asked: what the user wrote.
         tool_results: per turn what its calls returned; errors may echo the policy's own text and show nothing.
         tools_offered: names of the offered tools.
+        check: a user's checker. It alone says what is an answer, instead of `verify` and the rules on lists and results; a call
+            must still have returned a result.
     """
     read = [result.content for results in tool_results for result in results if not result.is_error]
+    if tools_offered and not read:
+        return [False] * len(gt)
+    if check is not None:
+        return check(gt, answer)
     found = verify(gt, answer)
-    if (tools_offered and not read) or is_list(answer, asked, read, len(gt)):
+    if is_list(answer, asked, read, len(gt)):
         return [False] * len(gt)
     if not tools_offered:
         return found

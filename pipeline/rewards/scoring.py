@@ -6,14 +6,16 @@ from dataclasses import dataclass
 
 from pipeline.data.prompts import PromptTask
 from pipeline.params.schema import Rewards
+from pipeline.rewards import minimind
 from pipeline.rewards.agent import agent_rewards, earned_answers
 from pipeline.rewards.completion import completion_rewards, total_reward
 from pipeline.rewards.model import Messages, RewardScorer
 from pipeline.rewards.verify import verify
-from pipeline.rollout.records import StopReason, Trajectory
+from pipeline.rollout.records import StopReason, Trajectory, Turn
 from pipeline.text.turns import ParsedTurn
+from pipeline.tools.toolbox import PRESET_TOOLS, Toolbox
 
-NOTHING = ParsedTurn(thinking=None, answer="", calls=[], malformed_calls=0)
+NOTHING = Turn("", ParsedTurn(thinking=None, answer="", calls=[], malformed_calls=0))
 """The turn of a trajectory whose prompt left no room for one."""
 
 
@@ -29,9 +31,10 @@ class Scored:
     good: bool
 
 
-def solved(task: PromptTask, trajectory: Trajectory) -> bool:
+def solved(task: PromptTask, trajectory: Trajectory, toolbox: Toolbox = PRESET_TOOLS) -> bool:
     """Whether every expected answer stands in the final reply of an episode that ended by itself."""
-    return trajectory.stop is StopReason.EOS and all(verify(task.gt, trajectory.final_answer))
+    check = toolbox.check_for(offered_by(task)) or verify
+    return trajectory.stop is StopReason.EOS and all(check(task.gt, trajectory.final_answer))
 
 
 def asked_by(task: PromptTask) -> str:
@@ -44,7 +47,7 @@ def offered_by(task: PromptTask) -> list[str]:
     return [tool["function"]["name"] for tool in task.tools or []]
 
 
-def earned(task: PromptTask, trajectory: Trajectory) -> bool:
+def earned(task: PromptTask, trajectory: Trajectory, toolbox: Toolbox = PRESET_TOOLS) -> bool:
     """Whether the task is solved and the reward grants every answer: a tool was used, and the reply is no list of candidates."""
     answers = earned_answers(
         task.gt,
@@ -52,6 +55,7 @@ def earned(task: PromptTask, trajectory: Trajectory) -> bool:
         asked=asked_by(task),
         tool_results=trajectory.tool_results,
         tools_offered=offered_by(task),
+        check=toolbox.check_for(offered_by(task)),
     )
     return trajectory.stop is StopReason.EOS and all(answers)
 
@@ -72,17 +76,22 @@ class CompletionScorer:
     model: RewardScorer
 
     def __call__(self, tasks: Sequence[PromptTask], trajectories: Sequence[Trajectory]) -> list[Scored]:
-        turns = [t.turns[-1].parsed if t.turns else NOTHING for t in trajectories]
-        scores = model_scores(self.model, [(task.messages, turn.answer) for task, turn in zip(tasks, turns, strict=True)])
+        legacy = self.params.preset == "minimind"
+        turns = [t.turns[-1] if t.turns else NOTHING for t in trajectories]
+        answers = [minimind.answer_of(turn.text) if legacy else turn.parsed.answer for turn in turns]
+        scores = model_scores(self.model, [(task.messages, answer) for task, answer in zip(tasks, answers, strict=True)])
         scored = []
         for task, trajectory, turn, score in zip(tasks, trajectories, turns, scores, strict=True):
-            terms = completion_rewards(
-                turn,
-                open_thinking=task.open_thinking,
-                model_score=score,
-                finished=trajectory.stop is StopReason.EOS,
-                params=self.params,
-            )
+            if legacy:
+                terms = minimind.completion_terms(turn.text, score)
+            else:
+                terms = completion_rewards(
+                    turn.parsed,
+                    open_thinking=task.open_thinking,
+                    model_score=score,
+                    finished=trajectory.stop is StopReason.EOS,
+                    params=self.params,
+                )
             total = total_reward(terms)
             scored.append(Scored(total, terms, total > 0))
         return scored
@@ -90,25 +99,47 @@ class CompletionScorer:
 
 @dataclass(slots=True)
 class EpisodeScorer:
-    """Rewards of multi-turn episodes (agent); the reward model scores only samples that offer no tools."""
+    """Rewards of multi-turn episodes (agent).
+
+    The reward model scores samples that offer no tools; by MiniMind's rules, those in which no tool was called.
+    """
 
     params: Rewards
     model: RewardScorer
+    toolbox: Toolbox = PRESET_TOOLS
 
     def __call__(self, tasks: Sequence[PromptTask], trajectories: Sequence[Trajectory]) -> list[Scored]:
-        plain = [place for place, task in enumerate(tasks) if not task.tools]
-        items = [(tasks[place].messages, trajectories[place].final_answer) for place in plain]
+        legacy = self.params.preset == "minimind"
+        plain = [
+            place
+            for place, (task, trajectory) in enumerate(zip(tasks, trajectories, strict=True))
+            if (not minimind.any_calls(trajectory) if legacy else not task.tools)
+        ]
+        answer = minimind.last_answer if legacy else _final_answer
+        items = [(tasks[place].messages, answer(trajectories[place])) for place in plain]
         scores = dict(zip(plain, model_scores(self.model, items), strict=True))
+        clip = minimind.AGENT_CLIP if legacy else self.params.agent_clip
         scored = []
         for place, (task, trajectory) in enumerate(zip(tasks, trajectories, strict=True)):
-            terms = agent_rewards(
-                trajectory,
-                gt=task.gt,
-                asked=asked_by(task),
-                tools_offered=offered_by(task),
-                model_score=scores.get(place),
-                params=self.params,
-            )
-            total = total_reward(terms, self.params.agent_clip)
-            scored.append(Scored(total, terms, solved(task, trajectory) if task.gt else total > 0))
+            terms = self._terms(task, trajectory, scores.get(place))
+            total = total_reward(terms, clip)
+            scored.append(Scored(total, terms, solved(task, trajectory, self.toolbox) if task.gt else total > 0))
         return scored
+
+    def _terms(self, task: PromptTask, trajectory: Trajectory, model_score: float | None) -> dict[str, float]:
+        offered = offered_by(task)
+        if self.params.preset == "minimind":
+            return minimind.agent_terms(trajectory, gt=task.gt, tools_offered=offered, model_score=model_score)
+        return agent_rewards(
+            trajectory,
+            gt=task.gt,
+            asked=asked_by(task),
+            tools_offered=offered,
+            model_score=model_score,
+            params=self.params,
+            check=self.toolbox.check_for(offered),
+        )
+
+
+def _final_answer(trajectory: Trajectory) -> str:
+    return trajectory.final_answer

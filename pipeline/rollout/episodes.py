@@ -13,7 +13,8 @@ from pipeline.rollout.sampling import fold_key
 from pipeline.text.chat import ChatEncoder
 from pipeline.text.tokenizer import Tokenizer
 from pipeline.text.turns import ParsedTurn, parse_turn
-from pipeline.tools.registry import ToolResult, call_tool
+from pipeline.tools.registry import ToolResult
+from pipeline.tools.toolbox import PRESET_TOOLS, Toolbox
 
 MALFORMED = ToolResult(json.dumps({"error": "malformed tool call, must be a JSON object with name and arguments"}), is_error=True)
 
@@ -30,6 +31,7 @@ def run_episodes(
     max_total_len: int,
     temperature: float,
     greedy: bool = False,
+    toolbox: Toolbox = PRESET_TOOLS,
 ) -> list[Trajectory]:
     """One trajectory per task, in order; repeat a task (with another key) for a group.
 
@@ -49,6 +51,7 @@ def run_episodes(
             its trajectory is empty, without turns, and stops with `CONTEXT`.
         temperature: See `RolloutEngine.generate`.
         greedy: See `RolloutEngine.generate`.
+        toolbox: What answers the calls.
     """
     episodes = [_Episode(task, key) for task, key in zip(tasks, keys, strict=True)]
     for turn in range(max_turns):
@@ -67,7 +70,7 @@ def run_episodes(
         for episode, completion in zip(running, completions, strict=True):
             episode.record(completion, read_turn(tokenizer, completion, open_thinking=episode.trajectory.open_thinking))
             if episode.running:
-                episode.answer_calls(encoder, max_total_len, last_turn=turn + 1 == max_turns)
+                episode.answer_calls(encoder, toolbox, max_total_len, last_turn=turn + 1 == max_turns)
     return [episode.trajectory for episode in episodes]
 
 
@@ -117,13 +120,13 @@ class _Episode:
         # what is over needs no memory
         self.completion = completion if self.running else None
 
-    def answer_calls(self, encoder: ChatEncoder, max_total_len: int, *, last_turn: bool) -> None:
+    def answer_calls(self, encoder: ChatEncoder, toolbox: Toolbox, max_total_len: int, *, last_turn: bool) -> None:
         """Appends the results of the last turn's calls, or ends the episode where no turn can follow them."""
         trajectory = self.trajectory
         if last_turn:
             self._end(StopReason.MAX_TURNS)
             return
-        results = _call_tools(trajectory.turns[-1].parsed, self._offered)
+        results = _call_tools(toolbox, trajectory.turns[-1].parsed, self._offered)
         ids = encoder.encode_tool_results([result.content for result in results], open_thinking=trajectory.open_thinking)
         if len(ids) >= self.room(max_total_len):
             self._end(StopReason.CONTEXT)
@@ -141,7 +144,7 @@ class _Episode:
         self.running = False
 
 
-def _call_tools(turn: ParsedTurn, offered: Sequence[str]) -> list[ToolResult]:
+def _call_tools(toolbox: Toolbox, turn: ParsedTurn, offered: Sequence[str]) -> list[ToolResult]:
     """One result per call block of a turn, the malformed ones last."""
-    results = [call_tool(call.name, call.arguments, offered=offered) for call in turn.calls]
+    results = [toolbox.call(call.name, call.arguments, offered) for call in turn.calls]
     return results + [MALFORMED] * turn.malformed_calls

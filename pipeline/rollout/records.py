@@ -126,6 +126,11 @@ class Trajectory:
         return sum(self.sampled)
 
     @property
+    def truncated(self) -> bool:
+        """Whether a limit cut it, of a turn or of the whole."""
+        return self.stop in (StopReason.LENGTH, StopReason.CONTEXT)
+
+    @property
     def final_answer(self) -> str:
         """What the policy tells the user in the end, without tool results that it echoes or forges.
 

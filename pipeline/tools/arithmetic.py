@@ -7,15 +7,17 @@ import ast
 import math
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 MAX_CHARS = 200
 MAX_DEPTH = 64
 MAX_ABS = 10**30  # of every intermediate value
 
 Number = int | float
+Function = tuple[Callable[..., Number], int, int]
+"""What it computes, the fewest and the most arguments."""
 
-_WRITTEN = str.maketrans({"^": "**", "×": "*", "÷": "/", "−": "-", "（": "(", "）": ")", "＋": "+", "－": "-", "，": ","})
+_SIGNS = str.maketrans({"^": "**", "×": "*", "÷": "/", "−": "-", "（": "(", "）": ")", "＋": "+", "－": "-", "，": ","})
 _ALLOWED = re.compile(r"[0-9A-Za-z_.+\-*/%(), ]*")
 _BINARY: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Add: operator.add,
@@ -25,28 +27,34 @@ _BINARY: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
-_FUNCTIONS: dict[str, tuple[Callable[..., Number], int, int]] = {  # name: (function, fewest, most arguments)
+_FUNCTIONS: dict[str, Function] = {
     "sqrt": (math.sqrt, 1, 1),
     "abs": (abs, 1, 1),
     "round": (round, 1, 1),
     "min": (min, 2, 8),
     "max": (max, 2, 8),
 }
+_NAMES: dict[str, Function | Number] = {**_FUNCTIONS, **{f"math.{name}": function for name, function in _FUNCTIONS.items()}}
 
 
 class ArithmeticFault(ValueError):
     """The expression has no value here; the message is what the model reads."""
 
 
-def evaluate(expression: str) -> Number:
+def evaluate(expression: str, *, signs: Mapping[int, str] = _SIGNS, names: Mapping[str, Function | Number] = _NAMES) -> Number:
     """Returns the value of an expression over `+ - * / // % **`, parentheses, sqrt, abs, round, min and max.
 
     `^ × ÷ −` and full-width signs are read as people mean them; `math.sqrt(2)` is `sqrt(2)`. Integers stay exact.
 
+    Args:
+        expression: what to evaluate.
+        signs: characters that stand for other ones, as for `str.translate`.
+        names: functions and constants as they are written, `sqrt` or `math.sqrt`.
+
     Raises:
         ArithmeticFault: not such an expression, too long or deep, undefined, or a value beyond `MAX_ABS`.
     """
-    text = expression.strip().translate(_WRITTEN)
+    text = expression.strip().translate(signs)
     if not text:
         raise ArithmeticFault("the expression is empty")
     if len(text) > MAX_CHARS:
@@ -57,7 +65,7 @@ def evaluate(expression: str) -> Number:
         tree = ast.parse(text, mode="eval")
     except (SyntaxError, MemoryError, RecursionError):  # the parser's answers to malformed and to deeply nested text
         raise ArithmeticFault("the expression is malformed") from None
-    return _value(tree.body, 0)
+    return _value(tree.body, names, 0)
 
 
 def format_number(value: Number) -> str:
@@ -69,18 +77,21 @@ def format_number(value: Number) -> str:
     return f"{value + 0.0:.4f}".rstrip("0").rstrip(".")  # + 0.0: a negative zero prints as 0
 
 
-def _value(node: ast.AST, depth: int) -> Number:
+def _value(node: ast.expr, names: Mapping[str, Function | Number], depth: int) -> Number:
     if depth > MAX_DEPTH:
         raise ArithmeticFault(f"the expression is nested deeper than {MAX_DEPTH}")
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
         return _bounded(node.value)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd | ast.USub):
-        value = _value(node.operand, depth + 1)
+        value = _value(node.operand, names, depth + 1)
         return -value if isinstance(node.op, ast.USub) else value
     if isinstance(node, ast.BinOp):
-        return _binary(node.op, _value(node.left, depth + 1), _value(node.right, depth + 1))
+        return _binary(node.op, _value(node.left, names, depth + 1), _value(node.right, names, depth + 1))
     if isinstance(node, ast.Call) and not node.keywords:
-        return _call(node.func, [_value(argument, depth + 1) for argument in node.args])
+        return _call(_written(node.func), names, [_value(argument, names, depth + 1) for argument in node.args])
+    constant = names.get(_written(node))
+    if isinstance(constant, int | float):
+        return constant
     raise ArithmeticFault("only numbers, + - * / // % **, parentheses, sqrt, abs, round, min and max are known")
 
 
@@ -106,19 +117,26 @@ def _power(base: Number, exponent: Number) -> Number:
     return _bounded(base**exponent)
 
 
-def _call(function: ast.expr, arguments: list[Number]) -> Number:
-    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id == "math":
-        name = function.attr
-    else:
-        name = function.id if isinstance(function, ast.Name) else ""
-    if name not in _FUNCTIONS:
+def _written(node: ast.expr) -> str:
+    """`name` or `module.name` as it is written, empty for anything else."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return f"{node.value.id}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _call(name: str, names: Mapping[str, Function | Number], arguments: list[Number]) -> Number:
+    function = names.get(name)
+    if not isinstance(function, tuple):
         raise ArithmeticFault(f"unknown function, known are {', '.join(_FUNCTIONS)}")
-    compute, fewest, most = _FUNCTIONS[name]
+    compute, fewest, most = function
     if not fewest <= len(arguments) <= most:
         raise ArithmeticFault(f"{name} takes {fewest}{f' to {most}' if most > fewest else ''} arguments")
-    if name == "sqrt" and arguments[0] < 0:
+    if name.endswith("sqrt") and arguments[0] < 0:
         raise ArithmeticFault("a root of a negative number is not real")
-    return _bounded(compute(*arguments))
+    try:
+        return _bounded(compute(*arguments))
+    except (TypeError, ValueError, ZeroDivisionError, OverflowError):  # outside the function's domain, or beyond any float
+        raise ArithmeticFault(f"{name} has no value there") from None
 
 
 def _bounded(value: Number) -> Number:

@@ -5,7 +5,7 @@
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,16 @@ _PARAMETERS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {  # argument: 
     "translate_text": ({"text": "string", "target_language": "string"}, ("text", "target_language")),
 }
 TOOL_NAMES: tuple[str, ...] = tuple(FUNCTIONS)
+_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {  # JSON type: what an argument of it must be, and whether a value is
+    "string": ("a non-empty string", lambda value: isinstance(value, str) and bool(value.strip())),
+    "number": ("a number", lambda value: _is_number(value)),
+    "integer": ("a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)),
+    "boolean": ("true or false", lambda value: isinstance(value, bool)),
+    "array": ("a list", lambda value: isinstance(value, list)),
+    "object": ("an object", lambda value: isinstance(value, Mapping)),
+}
+MAX_REASON_CHARS = 200  # of an exception of a user's tool
+ARGUMENT_TYPES: tuple[str, ...] = tuple(_TYPES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +51,26 @@ class ToolResult:
 
     content: str
     is_error: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """One tool.
+
+    Attributes:
+        schema: the OpenAI function object, `{"type": "function", "function": {"name", "description", "parameters"}}`.
+        function: gets the arguments that passed `argument_fault`, returns a JSON value. What it raises becomes an error that the
+            model reads: the bare message of a `ToolFault`, of anything else with the exception's name before it.
+    """
+
+    schema: Mapping[str, Any]
+    function: Callable[[Mapping[str, Any]], Any]
+
+    @property
+    def name(self) -> str:
+        """The name that calls use."""
+        name: str = self.schema["function"]["name"]
+        return name
 
 
 def tool_schema(name: str, language: str = "zh") -> dict[str, Any]:
@@ -60,44 +90,67 @@ def tool_schema(name: str, language: str = "zh") -> dict[str, Any]:
     }
 
 
-def argument_fault(name: str, arguments: Any) -> str | None:
-    """Returns what is wrong with the arguments of a known tool, measured by its schema; None when nothing is."""
-    types, required = _PARAMETERS[name]
+TOOLS: dict[str, Tool] = {name: Tool(tool_schema(name), function) for name, function in FUNCTIONS.items()}
+"""The six tools of the default preset by name."""
+
+
+def argument_fault(schema: Mapping[str, Any], arguments: Any) -> str | None:
+    """Returns what is wrong with the arguments of a call, measured by the tool's schema; None when nothing is.
+
+    Of JSON Schema it reads `required` and each property's `type` (one name) and `enum`; no argument beyond the properties is
+    taken, and no blank string.
+    """
+    parameters = schema["function"].get("parameters", {})
+    properties = parameters.get("properties", {})
     if not isinstance(arguments, Mapping):
         return "arguments must be an object"
-    for argument in required:
+    for argument in parameters.get("required", []):
         if argument not in arguments:
             return f"missing argument '{argument}'"
     for argument, value in arguments.items():
-        if argument not in types:
+        if argument not in properties:
             return f"unknown argument '{shown(str(argument))}'"
-        if types[argument] == "string" and not (isinstance(value, str) and value.strip()):
-            return f"argument '{argument}' must be a non-empty string"
-        if types[argument] == "number" and not _is_number(value):
-            return f"argument '{argument}' must be a number"
+        wanted, fits = _TYPES.get(properties[argument].get("type"), ("", lambda _: True))
+        if not fits(value):
+            return f"argument '{argument}' must be {wanted}"
+        if "enum" in properties[argument] and value not in properties[argument]["enum"]:
+            return f"argument '{argument}' must be one of {', '.join(map(str, properties[argument]['enum']))}"
     return None
 
 
-def call_tool(name: str, arguments: Any, offered: Collection[str] | None = None) -> ToolResult:
+def call_tool(name: str, arguments: Any, offered: Collection[str] | None = None, tools: Mapping[str, Tool] = TOOLS) -> ToolResult:
     """Returns the result of a call, or a readable error; never raises, whatever JSON the model wrote.
 
     Args:
         name: the tool's name as the model wrote it.
         arguments: decoded JSON of any type.
         offered: names of the tools the conversation offers; None offers all.
+        tools: the tools there are, by name.
     """
-    if not isinstance(name, str) or name not in FUNCTIONS or (offered is not None and name not in offered):
-        known = ", ".join(tool for tool in TOOL_NAMES if offered is None or tool in offered)
+    if not isinstance(name, str) or name not in tools or (offered is not None and name not in offered):
+        known = ", ".join(tool for tool in tools if offered is None or tool in offered)
         asked = f"'{shown(name)}'" if isinstance(name, str) else "without a name"
         return _error(f"unknown tool {asked}, offered are {known}")
-    fault = argument_fault(name, arguments)
+    tool = tools[name]
+    fault = argument_fault(tool.schema, arguments)
     if fault is not None:
         return _error(fault)
     try:
-        result = FUNCTIONS[name](arguments)
+        # a copy: rewards compare calls by their arguments, which a tool of the user's may take apart
+        return ToolResult(json_text(tool.function(dict(arguments))), is_error=False)
     except (ArithmeticFault, ToolFault) as error:
         return _error(str(error))
-    return ToolResult(json.dumps(result, ensure_ascii=False), is_error=False)
+    except Exception as error:  # noqa: BLE001 - the boundary to a user's own tools: whatever they raise is a result
+        return _error(f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS])
+
+
+def json_text(value: Any) -> str:
+    """Returns the value as JSON that UTF-8 can hold, characters beyond ASCII as they are.
+
+    Raises:
+        TypeError, ValueError, RecursionError: no JSON can hold it (nan and infinities included).
+    """
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace").decode("utf-8")
 
 
 def _is_number(value: Any) -> bool:
@@ -106,4 +159,4 @@ def _is_number(value: Any) -> bool:
 
 
 def _error(reason: str) -> ToolResult:
-    return ToolResult(json.dumps({"error": reason}, ensure_ascii=False), is_error=True)
+    return ToolResult(json_text({"error": reason}), is_error=True)

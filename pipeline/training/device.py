@@ -1,6 +1,7 @@
 """Where and in which precision a stage computes. Execution only: nothing here may change what is learned."""
 
 import contextlib
+import os
 import resource
 import sys
 from collections.abc import Iterator
@@ -8,21 +9,24 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+import torch.distributed
 
 from pipeline.errors import ParamsError
 from pipeline.model.transformer import Backbone
 from pipeline.params.schema import Runtime
+from pipeline.training.ranks import ALONE, Ranks, launched_ranks
 
 Model = TypeVar("Model", bound=Backbone)
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A torch device with the autocast dtype of its forward passes (None: full fp32)."""
+    """A torch device with the autocast dtype of its forward passes (None: full fp32), and the ranks that share the work."""
 
     device: torch.device
     autocast_dtype: torch.dtype | None
     gradient_checkpointing: bool
+    ranks: Ranks = ALONE
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:
@@ -47,20 +51,25 @@ class Device:
 
 
 def open_device(runtime: Runtime) -> Device:
-    """The device that `runtime` asks for, with its number of threads set.
+    """The device that `runtime` asks for, with its number of threads set and the other ranks joined where a launcher named them.
 
     On CUDA, cuDNN does not time its kernels against each other, and in float32 matrices are not multiplied in TF32. Kernels
     whose sums depend on the order of threads stay in use: two runs on a GPU agree up to rounding.
 
+    Each rank has a GPU of its own, number LOCAL_RANK. Objects travel by gloo, gradients on GPUs by nccl.
+
     Raises:
-        ParamsError: CUDA is asked for and absent, or bfloat16 is asked for on a GPU without it.
+        ParamsError: CUDA is asked for and absent, has fewer GPUs than ranks, or bfloat16 is asked for on a GPU without it.
     """
-    if runtime.threads:
-        torch.set_num_threads(runtime.threads)
+    ranks = launched_ranks()
+    if runtime.threads or ranks.size > 1:  # ranks that each took all cores would wait for one another
+        torch.set_num_threads(runtime.threads or max(1, torch.get_num_threads() // ranks.size))
     if runtime.device == "cuda" and not torch.cuda.is_available():
         raise ParamsError("runtime.device='cuda': no CUDA device is visible; use 'auto' or 'cpu'")
     cuda = runtime.device != "cpu" and torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
+    device = own_gpu(ranks) if cuda else torch.device("cpu")
+    if ranks.size > 1 and not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     if cuda:
         torch.backends.cudnn.benchmark = False
     dtype = {"auto": torch.bfloat16 if cuda else None, "float32": None, "bfloat16": torch.bfloat16}[runtime.dtype]
@@ -68,4 +77,17 @@ def open_device(runtime: Runtime) -> Device:
         torch.backends.cuda.matmul.allow_tf32 = dtype is not None  # float32 means float32
     if dtype is not None and cuda and not torch.cuda.is_bf16_supported():
         raise ParamsError("runtime.dtype='bfloat16': this GPU has no bfloat16; use 'float32'")
-    return Device(device, dtype, runtime.gradient_checkpointing)
+    return Device(device, dtype, runtime.gradient_checkpointing, ranks)
+
+
+def own_gpu(ranks: Ranks) -> torch.device:
+    """The GPU of this rank, made the current one; the current one where there is a single rank."""
+    if ranks.size == 1:
+        return torch.device("cuda")
+    number, visible = int(os.environ.get("LOCAL_RANK", ranks.rank)), torch.cuda.device_count()
+    if number >= visible:
+        raise ParamsError(
+            f"rank {ranks.rank} of {ranks.size} needs a GPU of its own and {visible} are visible; start fewer ranks"
+        )
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)

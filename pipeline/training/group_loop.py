@@ -1,15 +1,19 @@
 """The loop of grpo and agent: sample a group per prompt, compare within the group, update (arXiv:2402.03300)."""
 
 import time
+from collections.abc import Sequence
+from itertools import compress, groupby
 
 import torch
 from torch import Tensor
 
 from pipeline.data.prompts import PromptTask
 from pipeline.maths.advantages import group_advantages
-from pipeline.maths.policy import group_policy_loss
+from pipeline.maths.policy import StepSize, group_policy_loss
 from pipeline.model.transformer import CausalLM
-from pipeline.params.schema import Group
+from pipeline.params.schema import Agent, Group
+from pipeline.rewards.scoring import Scored
+from pipeline.rollout.records import Trajectory
 from pipeline.training.device import Device
 from pipeline.training.rollouts import (
     Collected,
@@ -27,6 +31,7 @@ from pipeline.training.rollouts import (
     sampling_metrics,
     tool_metrics,
     train_rollouts,
+    trained_rows,
     update_metrics,
     without_dropout,
 )
@@ -46,74 +51,150 @@ def train_group(task: RolloutTask, settings: Group, device: Device, recorder: Re
 
 def group_step(task: RolloutTask, settings: Group, device: Device, step: int) -> tuple[dict[str, float], Collected, Tensor]:
     """One collect-and-update round over `batch_size` prompts x `group_size` completions."""
-    epoch, index = divmod(step, task.prompts.batches_per_epoch)
-    prompts = task.prompts.batch(epoch, index)
-    tasks = [prompt for prompt in prompts for _ in range(settings.group_size)]
-    keys = [
-        seed_for(settings.seed, "rollout", step, place, member)
-        for place in range(len(prompts))
-        for member in range(settings.group_size)
-    ]
-    collected = collect(tasks, keys, task.rollout, task.score)
-    rewards = collected.rewards.view(-1, settings.group_size)
-    good = torch.tensor([s.good for s in collected.scored]).view(-1, settings.group_size)
-    advantages = group_advantages(collected.rewards, settings.group_size)
-    metrics = rollout_metrics(collected) | group_metrics(rewards, good) | advantage_metrics(advantages)
-    if any(prompt.tools for prompt in prompts):
-        metrics |= tool_metrics(collected)
+    collected, metrics = collect_groups(task, settings, device, step)
+    divide_by_std = settings.loss != "dr_grpo" if settings.advantage_std is None else settings.advantage_std
+    advantages = group_advantages(collected.rewards, settings.group_size, divide_by_std=divide_by_std)
     updated = time.perf_counter()
-    metrics |= update_policy(task, settings, device, step, collected, advantages, prompts)
+    metrics |= advantage_metrics(advantages) | update_policy(task, settings, device, step, collected, advantages)
     return metrics | {"time/update_s": time.perf_counter() - updated}, collected, advantages
 
 
+def collect_groups(task: RolloutTask, settings: Group, device: Device, step: int) -> tuple[Collected, dict[str, float]]:
+    """The groups that a step trains on, and what was sampled for them.
+
+    With dynamic sampling (arXiv:2503.14476, section 3.2) groups whose rewards are all equal give their places to groups of
+    other prompts, up to `max_rounds` times. `reward/*` and `rollout/*` describe the first sampling, whose prompts nobody chose,
+    so that they mean the same with and without it; `rollout/resample_*` says what it cost.
+    """
+    epoch, index = divmod(step, task.prompts.batches_per_epoch)
+    prompts = task.prompts.batch(epoch, index)
+    first = sample_groups(task, settings, device, prompts, step, sampling_round=0)
+    metrics = rollout_metrics(first) | group_metrics(first, settings.group_size)
+    if any(prompt.tools for prompt in prompts):
+        metrics |= tool_metrics(first)
+    limit = settings.dynamic_sampling.max_rounds
+    if not limit:
+        return first, metrics
+    kept, sampled, rounds = with_signal(first, settings.group_size), len(prompts), 0
+    while (missing := len(prompts) - len(kept.tasks) // settings.group_size) and rounds < limit:
+        rounds += 1
+        # epochs beyond the run's own: other prompts of the same set, drawn like all others
+        others = task.prompts.batch(epoch + rounds * settings.epochs, index)[:missing]
+        sampled += len(others)
+        kept = kept + with_signal(sample_groups(task, settings, device, others, step, sampling_round=rounds), settings.group_size)
+    metrics |= {
+        "rollout/resample_rounds": float(rounds),
+        "rollout/resample_groups": float(sampled - len(prompts)),
+        "rollout/trained_groups": float(len(kept.tasks) // settings.group_size),
+        "time/rollout_s": kept.rollout_s,
+        "time/scoring_s": kept.scoring_s,
+    }
+    return kept if kept.tasks else first, metrics
+
+
+def sample_groups(
+    task: RolloutTask, settings: Group, device: Device, prompts: Sequence[PromptTask], step: int, *, sampling_round: int
+) -> Collected:
+    """`group_size` scored completions per prompt, adjacent."""
+    places = range(sampling_round * settings.batch_size, sampling_round * settings.batch_size + len(prompts))
+    members = range(settings.group_size)
+    keys = [seed_for(settings.seed, "rollout", step, place, member) for place in places for member in members]
+    repeated = [prompt for prompt in prompts for _ in members]
+    collected = collect(repeated, keys, task.rollout, task.score, device.ranks)
+    if settings.overlong.buffer:
+        collected.scored = [
+            charged(scored, longest_turn(trajectory), settings)
+            for scored, trajectory in zip(collected.scored, collected.trajectories, strict=True)
+        ]
+    return collected
+
+
+def with_signal(collected: Collected, group_size: int) -> Collected:
+    """The groups whose rewards differ; times are those of all."""
+    rewards = collected.rewards.view(-1, group_size)
+    differ = (rewards != rewards[:, :1]).any(dim=1).repeat_interleave(group_size).tolist()
+    return Collected(
+        list(compress(collected.tasks, differ)),
+        list(compress(collected.trajectories, differ)),
+        list(compress(collected.scored, differ)),
+        collected.rollout_s,
+        collected.scoring_s,
+    )
+
+
+def charged(scored: Scored, length: int, settings: Group) -> Scored:
+    """With the soft penalty for coming close to the length limit as a term of its own (arXiv:2503.14476 eq. 13)."""
+    overlong = settings.overlong
+    over = max(0, length - (settings.max_new_tokens - overlong.buffer)) / overlong.buffer
+    penalty = -overlong.penalty * min(over, 1.0)
+    return Scored(scored.total + penalty, {**scored.terms, "overlong": penalty}, scored.good)
+
+
+def longest_turn(trajectory: Trajectory) -> int:
+    """Ids of the longest sampled turn."""
+    return max((sum(1 for _ in run) for sampled, run in groupby(trajectory.sampled) if sampled), default=0)
+
+
 def update_policy(
-    task: RolloutTask,
-    settings: Group,
-    device: Device,
-    step: int,
-    collected: Collected,
-    advantages: Tensor,
-    prompts: list[PromptTask],
+    task: RolloutTask, settings: Group, device: Device, step: int, collected: Collected, advantages: Tensor
 ) -> dict[str, float]:
     """`updates_per_rollout` optimizer steps on one rollout.
 
-    Without any difference in reward only the KL term is left to learn from; without that too, weights and moments stay
+    Without any difference in reward only KL and entropy are left to learn from; without those too, weights and moments stay
     untouched.
     """
     (updater,) = task.state.updaters.values()
     without_dropout(task.policy)
     trajectories = collected.trajectories
-    rows = range(len(trajectories))
+    allowed = [row for row, t in enumerate(trajectories) if settings.overlong.train_truncated or not t.truncated]
+    rows = trained_rows(trajectories, allowed)
     batches = list(micro_batches(trajectories, rows, settings.micro_batch_size, task.pad_id, device))
-    signal = any(bool(advantages[batch.rows].any()) for batch in batches)
+    signal = bool(advantages[rows].any())
     metrics = {"train/zero_signal_steps": count_zero_signal(task, signal), "train/lr": updater.lr_at(step)}
-    if not batches or (settings.kl_coef == 0 and not signal):
+    if not rows or not (signal or settings.kl_coef or settings.entropy_coef):
         return metrics
     with torch.no_grad():
         references = [sampled_logprobs(task.reference, batch, settings.temperature, device)[0] for batch in batches]
-    num_sequences = sum(len(batch.rows) for batch in batches)
-    num_tokens = sum(t.num_sampled for t in trajectories)
+    if settings.old_logprobs == "recomputed":
+        metrics |= recompute_old_logprobs(task.policy, batches, settings, device)
+    size = step_size(settings, [trajectories[row] for row in rows])
     updates, grad_norms = [], []
     for _ in range(settings.updates_per_rollout):
-        updates.append(
-            [
-                accumulate_gradients(
-                    task.policy,
-                    batch,
-                    reference,
-                    advantages,
-                    settings,
-                    device,
-                    num_sequences=num_sequences,
-                    num_tokens=num_tokens,
-                )
-                for batch, reference in zip(batches, references, strict=True)
-            ]
-        )
-        done = updater.update(step, context=f"prompt rows {[prompt.row for prompt in prompts]}")
+        parts = [
+            accumulate_gradients(task.policy, batch, reference, advantages, settings, device, size)
+            for batch, reference in zip(batches, references, strict=True)
+        ]
+        updates.append(device.ranks.gather(parts))
+        device.ranks.sum_gradients(updater.parameters)
+        done = updater.update(step, context=f"prompt rows {sorted({prompt.row for prompt in collected.tasks})}")
         grad_norms.append(done.grad_norm)
-    metrics |= update_metrics(updates[0], [part for parts in updates for part in parts])
-    return metrics | {"train/grad_norm": sum(grad_norms) / len(grad_norms)}
+    measured = update_metrics(updates[0], [part for parts in updates for part in parts])
+    return measured | metrics | {"train/grad_norm": sum(grad_norms) / len(grad_norms)}
+
+
+def step_size(settings: Group, trajectories: Sequence[Trajectory]) -> StepSize:
+    """What the loss of a step is divided by."""
+    turns = settings.max_turns if isinstance(settings, Agent) else 1
+    return StepSize(
+        num_sequences=len(trajectories),
+        num_tokens=sum(trajectory.num_sampled for trajectory in trajectories),
+        max_tokens=settings.max_new_tokens * turns,
+    )
+
+
+@torch.no_grad()
+def recompute_old_logprobs(policy: CausalLM, batches: Sequence[MicroBatch], settings: Group, device: Device) -> dict[str, float]:
+    """Replaces the sampler's logprobs by the trainer's own before the first update: in bf16 the two kernels differ.
+
+    Returns:
+        The largest difference, `rollout/logprob_diff_max`.
+    """
+    largest = 0.0
+    for batch in batches:
+        logprobs, _ = sampled_logprobs(policy, batch, settings.temperature, device)
+        difference = torch.where(batch.loss_mask, logprobs - batch.old_logprobs, 0.0).abs().max()
+        largest, batch.old_logprobs = max(largest, float(difference)), logprobs
+    return {"rollout/logprob_diff_max": max(device.ranks.gather([largest]))}
 
 
 def accumulate_gradients(
@@ -123,12 +204,10 @@ def accumulate_gradients(
     advantages: Tensor,
     settings: Group,
     device: Device,
-    *,
-    num_sequences: int,
-    num_tokens: int,
+    size: StepSize,
 ) -> dict[str, float]:
     """Adds the gradients of a micro-batch's share of the update's loss; its metrics as `combine` takes them."""
-    logprobs, entropy = sampled_logprobs(policy, batch, settings.temperature, device)
+    logprobs, entropy = sampled_logprobs(policy, batch, settings.temperature, device, entropy_grad=settings.entropy_coef > 0)
     policy_loss, counted = group_policy_loss(
         logprobs,
         batch.old_logprobs,
@@ -136,14 +215,18 @@ def accumulate_gradients(
         advantages[batch.rows].to(logprobs.device),
         batch.loss_mask,
         loss=settings.loss,
+        reduction=settings.reduction,
         clip_eps_low=settings.clip_eps_low,
         clip_eps_high=settings.clip_eps_high,
         ratio_cap=settings.ratio_cap,
         kl_coef=settings.kl_coef,
-        num_sequences=num_sequences,
+        kl_estimator=settings.kl_estimator,
+        entropy=entropy,
+        entropy_coef=settings.entropy_coef,
+        size=size,
     )
-    aux, shares = router_balance(len(batch.rows) / num_sequences, policy)
+    aux, shares = router_balance(len(batch.rows) / size.num_sequences, policy)
     loss = policy_loss + aux
     loss.backward()
     shares |= {"policy/loss": float(policy_loss.detach()), "train/loss": float(loss.detach())}
-    return micro_metrics(num_tokens, shares, policy=counted | sampling_metrics(logprobs, entropy, batch))
+    return micro_metrics(size.num_tokens, shares, policy=counted | sampling_metrics(logprobs, entropy, batch))

@@ -1,21 +1,25 @@
-"""What the stages that sample set up alike: prompts, rollouts, and the reward model they are scored with."""
+"""How the stages that sample are put together: prompts, policies, rollouts, and the reward model they are scored with."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.checkpoint.files import load_meta
+from pipeline.checkpoint.files import load_meta, load_model
 from pipeline.checkpoint.reward import load_reward_model
 from pipeline.data.prompts import PromptSet, PromptTask
 from pipeline.model.transformer import CausalLM
-from pipeline.params.schema import Sampling
+from pipeline.params.schema import Agent, Group, Sampling
 from pipeline.rewards.model import ExternalRewardModel, RewardScorer, TrainedRewardModel
 from pipeline.rollout.episodes import run_episodes
 from pipeline.rollout.records import Trajectory
 from pipeline.rollout.torch_engine import TorchRolloutEngine
 from pipeline.text.chat import ChatEncoder
 from pipeline.text.tokenizer import Tokenizer
+from pipeline.tools.toolbox import PRESET_TOOLS, Toolbox
 from pipeline.training.device import Device
-from pipeline.training.rollouts import Rollout
+from pipeline.training.rollouts import Rollout, RolloutTask, Scorer, total_steps
+from pipeline.training.state import TrainState
+from pipeline.training.updater import Updater
 
 SCORING_BATCH = 64
 
@@ -51,23 +55,56 @@ def open_engine(model: CausalLM, tokenizer: Tokenizer, device: Device, *, max_ro
     )
 
 
-def open_rollout(
-    engine: TorchRolloutEngine, tokenizer: Tokenizer, settings: Sampling, *, max_turns: int, max_total_len: int
-) -> Rollout:
-    """Episodes sampled at the stage's temperature; one turn is a plain completion."""
-    encoder = ChatEncoder(tokenizer)
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What a policy meets: the prompts of its stage, what scores its answers, and what answers its tool calls."""
+
+    tokenizer: Tokenizer
+    prompts: PromptSet
+    score: Scorer
+    device: Device
+    warn: Callable[[str], None]
+    toolbox: Toolbox = PRESET_TOOLS
+
+
+def open_group_task(start: Path, settings: Group, environment: Environment) -> RolloutTask:
+    """A group stage ready to train: the weights of `start` as policy and as frozen reference."""
+    policy, reference = open_policies(start, environment)
+    steps = total_steps(settings, environment.prompts)
+    state = TrainState({"policy": policy}, {"policy": Updater(policy, settings, total_steps=steps)})
+    rollout = open_rollout(policy, settings, environment, max_rows=settings.batch_size * settings.group_size)
+    text = environment.tokenizer.decode_all, environment.tokenizer.pad_id
+    return RolloutTask(state, policy, reference, environment.prompts, rollout, environment.score, *text, environment.warn)
+
+
+def open_policies(start: Path, environment: Environment) -> tuple[CausalLM, CausalLM]:
+    """The same weights twice: to be trained, and frozen."""
+    digest = environment.tokenizer.digest
+    policy, reference = (environment.device.prepare(load_model(start, tokenizer_digest=digest)) for _ in range(2))
+    return policy, reference.requires_grad_(False)
+
+
+def open_rollout(policy: CausalLM, settings: Sampling, environment: Environment, *, max_rows: int) -> Rollout:
+    """Episodes sampled from `policy` as it is at each call, at the stage's temperature; one turn is a plain completion."""
+    engine = open_engine(policy, environment.tokenizer, environment.device, max_rows=max_rows)
+    encoder = ChatEncoder(environment.tokenizer)
+    if isinstance(settings, Agent):
+        max_turns, max_total_len = settings.max_turns, settings.max_total_len
+    else:
+        max_turns, max_total_len = 1, settings.max_prompt_len + settings.max_new_tokens
 
     def rollout(tasks: Sequence[PromptTask], keys: Sequence[int]) -> list[Trajectory]:
         return run_episodes(
             engine,
             encoder,
-            tokenizer,
+            environment.tokenizer,
             tasks,
             keys=keys,
             max_turns=max_turns,
             max_new_tokens=settings.max_new_tokens,
             max_total_len=max_total_len,
             temperature=settings.temperature,
+            toolbox=environment.toolbox,
         )
 
     return rollout

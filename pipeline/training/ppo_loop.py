@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from pipeline.maths.advantages import whiten
 from pipeline.maths.metrics import combine
@@ -13,6 +14,7 @@ from pipeline.maths.policy import ppo_policy_loss
 from pipeline.maths.value import explained_variance, gae, value_loss
 from pipeline.model.heads import ValueModel
 from pipeline.params.schema import Ppo
+from pipeline.rollout.records import Trajectory
 from pipeline.training.device import Device
 from pipeline.training.objectives import real_positions
 from pipeline.training.rollouts import (
@@ -29,6 +31,7 @@ from pipeline.training.rollouts import (
     sampled_logprobs,
     sampling_metrics,
     train_rollouts,
+    trained_rows,
     update_metrics,
     without_dropout,
 )
@@ -74,13 +77,13 @@ def ppo_step(task: PpoTask, settings: Ppo, device: Device, step: int) -> tuple[d
     epoch, index = divmod(step, task.prompts.batches_per_epoch)
     prompts = task.prompts.batch(epoch, index)
     keys = [seed_for(settings.seed, "rollout", step, place) for place in range(len(prompts))]
-    collected = collect(prompts, keys, task.rollout, task.score)
+    collected = collect(prompts, keys, task.rollout, task.score, device.ranks)
     without_dropout(task.policy)
     without_dropout(task.critic)
     experience = estimate(task, settings, device, collected)
     updated = time.perf_counter()
     metrics = rollout_metrics(collected) | experience_metrics(experience)
-    metrics["train/zero_signal_steps"] = count_zero_signal(task, rewards_differ(collected))
+    metrics["train/zero_signal_steps"] = count_zero_signal(task, has_signal(collected, settings))
     metrics |= update_both(task, settings, device, step, collected, experience)
     metrics |= {"time/update_s": time.perf_counter() - updated}
     row_advantages = torch.zeros(len(prompts))
@@ -92,12 +95,13 @@ def ppo_step(task: PpoTask, settings: Ppo, device: Device, step: int) -> tuple[d
 
 @torch.no_grad()
 def estimate(task: PpoTask, settings: Ppo, device: Device, collected: Collected) -> list[Experience]:
-    """Old values, reference logprobs, GAE, and advantages whitened over the whole step.
+    """Old values, reference logprobs, GAE, and advantages whitened over the whole step; of all ranks.
 
     Where all completions earned the same, advantages are 0: whitening would blow the critic's noise up to unit variance.
 
-    A completion cut at its length limit ends like any other, with a value of 0 after its last token: there is no later
-    reward, and the term `unfinished` already says what being cut is worth.
+    A completion ends with a value of 0 after its last token. With `bootstrap_truncated` one that was cut goes on with what the
+    critic expects there: its future exists, only the sampling stopped. With `kl_in_reward` every token pays
+    kl_coef * (logprob - ref_logprob) of the policy that sampled (arXiv:2203.02155, section 3.5), and the loss has no KL term.
     """
     trajectories = collected.trajectories
     experience = []
@@ -106,20 +110,49 @@ def estimate(task: PpoTask, settings: Ppo, device: Device, collected: Collected)
         reference, _ = sampled_logprobs(task.reference, batch, settings.temperature, device)
         values = critic_values(task.critic, batch, device)
         rewards = last_token_rewards(collected.rewards[batch.rows].to(values.device), batch.loss_mask)
-        advantages, returns = gae(rewards, values, batch.loss_mask, gamma=settings.gamma, gae_lambda=settings.gae_lambda)
+        if settings.kl_in_reward:
+            rewards = rewards - settings.kl_coef * torch.where(batch.loss_mask, batch.old_logprobs - reference, 0.0)
+        advantages, returns = gae(
+            rewards,
+            values,
+            batch.loss_mask,
+            gamma=settings.gamma,
+            gae_lambda=settings.gae_lambda,
+            bootstrap_values=values_after(task, batch, trajectories, device) if settings.bootstrap_truncated else None,
+        )
         experience.append(Experience(batch, reference, values, advantages, returns))
+    experience = device.ranks.gather(experience)
     if experience:
         advantages = sampled_tokens(experience, "advantages")
-        whitened = whiten(advantages) if rewards_differ(collected) else torch.zeros_like(advantages)
+        whitened = whiten(advantages) if has_signal(collected, settings) else torch.zeros_like(advantages)
         lengths = [int(part.batch.loss_mask.sum()) for part in experience]
         for part, advantages in zip(experience, whitened.split(lengths), strict=True):
             part.advantages = torch.zeros_like(part.advantages).masked_scatter(part.batch.loss_mask, advantages)
     return experience
 
 
-def rewards_differ(collected: Collected) -> bool:
-    """Whether the step's rewards say which completions are better."""
-    return bool((collected.rewards != collected.rewards[0]).any())
+def has_signal(collected: Collected, settings: Ppo) -> bool:
+    """Whether the step's rewards say which completions, or with KL in them which tokens, are better."""
+    kl_in_reward = settings.kl_in_reward and settings.kl_coef > 0
+    return kl_in_reward or bool((collected.rewards != collected.rewards[0]).any())
+
+
+def values_after(task: PpoTask, batch: MicroBatch, trajectories: Sequence[Trajectory], device: Device) -> Tensor:
+    """[B] what the critic expects after the last token of each truncated completion, 0 for those that ended by themselves."""
+    after = torch.zeros(len(batch.rows), device=batch.labels.device)
+    cut = [place for place, row in enumerate(batch.rows.tolist()) if trajectories[row].truncated]
+    if not cut:
+        return after
+    # `batch` lacks each row's last id, the one that is read here
+    rows = [trajectories[int(batch.rows[place])] for place in cut]
+    full = [torch.tensor(row.prompt_ids + row.ids) for row in rows]
+    ids = pad_sequence(full, batch_first=True, padding_value=task.pad_id).to(after.device)
+    last = torch.tensor([len(row) - 1 for row in full], device=after.device)
+    visible = torch.arange(ids.shape[1], device=after.device) <= last[:, None]
+    with device.autocast():
+        values = task.critic(ids, visible=visible).float()
+    after[torch.tensor(cut, device=after.device)] = values[torch.arange(len(full), device=after.device), last]
+    return after
 
 
 def critic_values(critic: ValueModel, batch: MicroBatch, device: Device) -> Tensor:
@@ -161,13 +194,16 @@ def update_both(
     """
     located = {int(row): (part, place) for part in experience for place, row in enumerate(part.batch.rows)}
     # advantages of an untrained critic are noise, and without any difference in reward there is nothing to learn from
-    with_policy = step >= settings.critic_warmup_steps and (settings.kl_coef > 0 or rewards_differ(collected))
+    with_policy = step >= settings.critic_warmup_steps and (
+        settings.kl_coef > 0 or settings.entropy_coef > 0 or has_signal(collected, settings)
+    )
     stopped: dict[str, float] = {}
     first: list[dict[str, float]] = []
     applied: list[dict[str, float]] = []
     updates: dict[str, list[Update]] = {"train": [], "value": []}
-    for chosen in mini_batches(list(located), settings, step):
-        parts = accumulate_gradients(task, settings, device, collected, chosen, located)
+    rows = trained_rows(collected.trajectories, range(len(collected.trajectories)))
+    for chosen in mini_batches(rows, settings, step):
+        parts = device.ranks.gather(accumulate_gradients(task, settings, device, collected, chosen, located))
         first = first or parts
         approx_kl = combine(parts)["policy/approx_kl"]
         if approx_kl > settings.early_stop_kl:
@@ -176,7 +212,7 @@ def update_both(
             stopped = {"policy/approx_kl_at_stop": approx_kl, "train/early_stops": task.state.count("early_stops", 1)}
             break
         applied += parts
-        for group, update in apply_gradients(task, step, chosen, with_policy=with_policy).items():
+        for group, update in apply_gradients(task, device, step, chosen, with_policy=with_policy).items():
             updates[group].append(update)
     metrics = update_metrics(first, applied) | stopped
     for group, done in updates.items():
@@ -195,13 +231,15 @@ def mini_batches(rows: Sequence[int], settings: Ppo, step: int) -> Iterator[list
             yield [rows[place] for place in order[start : start + settings.mini_batch_size]]
 
 
-def apply_gradients(task: PpoTask, step: int, chosen: Sequence[int], *, with_policy: bool) -> dict[str, Update]:
+def apply_gradients(task: PpoTask, device: Device, step: int, chosen: Sequence[int], *, with_policy: bool) -> dict[str, Update]:
     """One optimizer step of the critic and, `with_policy`, of the policy, by metric group."""
     policy, critic = task.state.updaters["policy"], task.state.updaters["critic"]
     context = f"rows {chosen[:8]} of the rollout"
+    device.ranks.sum_gradients(critic.parameters)
     if not with_policy:
         policy.discard()
         return {"value": critic.update(step, context=context)}
+    device.ranks.sum_gradients(policy.parameters)
     return {"train": policy.update(step, context=context), "value": critic.update(step, context=context)}
 
 
@@ -213,13 +251,17 @@ def accumulate_gradients(
     chosen: Sequence[int],
     located: dict[int, tuple[Experience, int]],
 ) -> list[dict[str, float]]:
-    """Adds the gradients of one mini-batch, normalised over its tokens; metrics by micro-batch, as `combine` takes them."""
+    """Adds the gradients of this rank's share of a mini-batch, normalised over all its tokens; metrics by micro-batch, as
+    `combine` takes them.
+    """
     num_tokens = sum(collected.trajectories[row].num_sampled for row in chosen)
     parts = []
     for batch in micro_batches(collected.trajectories, chosen, settings.micro_batch_size, task.pad_id, device):
         known = [gather_rows(batch, located, name) for name in ("ref_logprobs", "advantages", "old_values", "returns")]
         reference, advantages, old_values, returns = known
-        logprobs, entropy = sampled_logprobs(task.policy, batch, settings.temperature, device)
+        logprobs, entropy = sampled_logprobs(
+            task.policy, batch, settings.temperature, device, entropy_grad=settings.entropy_coef > 0
+        )
         policy_loss, counted = ppo_policy_loss(
             logprobs,
             batch.old_logprobs,
@@ -227,7 +269,10 @@ def accumulate_gradients(
             advantages,
             batch.loss_mask,
             clip_eps=settings.clip_eps,
-            kl_coef=settings.kl_coef,
+            kl_coef=0.0 if settings.kl_in_reward else settings.kl_coef,
+            kl_estimator=settings.kl_estimator,
+            entropy=entropy,
+            entropy_coef=settings.entropy_coef,
             num_tokens=num_tokens,
         )
         values = critic_values(task.critic, batch, device)

@@ -1,21 +1,31 @@
-"""Direct preference optimisation: what dpo minimises."""
+"""Direct preference optimisation: what dpo minimises, and where it has the reference's logprobs from."""
+
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from pipeline.data.batches import PairBatch
+from pipeline.checkpoint.files import load_state, write_atomically
+from pipeline.data.batches import PairBatch, PairBatches
+from pipeline.errors import DataError
 from pipeline.maths.logprobs import token_logprobs
 from pipeline.maths.preference import dpo_loss
 from pipeline.model.transformer import CausalLM
+from pipeline.params.schema import Dpo
 from pipeline.training.device import Device
 from pipeline.training.objectives import LossSum, real_positions, sums_of, with_router_balance
 
+Reference = Callable[[PairBatch], Tensor]
+"""The frozen reference's answer logprobs of a batch, [2n], on the CPU or the device."""
+
 
 class DirectPreference:
-    """DPO (arXiv:2305.18290, eq. 7) on sequence logprobs against a frozen reference, plus the router's balance loss."""
+    """A loss of the DPO family on sequence logprobs against a frozen reference, plus the router's balance loss."""
 
-    def __init__(self, model: CausalLM, reference: CausalLM, device: Device, *, beta: float) -> None:
-        self.model, self.reference, self.device, self.beta = model, reference, device, beta
+    def __init__(self, model: CausalLM, reference: Reference, device: Device, settings: Dpo) -> None:
+        self.model, self.reference, self.device, self.settings = model, reference, device, settings
 
     def count(self, batch: PairBatch) -> int:
         return batch.num_pairs
@@ -24,16 +34,75 @@ class DirectPreference:
         return batch.num_trained
 
     def __call__(self, batch: PairBatch) -> LossSum:
-        policy = self._sequence_logprobs(self.model, batch)
-        with torch.no_grad():
-            reference = self._sequence_logprobs(self.reference, batch)
-        n = batch.num_pairs
-        loss, metrics = dpo_loss(policy, reference, beta=self.beta, num_pairs=1)
-        return with_router_balance(LossSum(loss, n, sums_of(loss, metrics)), self.model)
+        policy = answer_logprobs(self.model, batch, self.device)
+        loss, metrics = dpo_loss(
+            policy,
+            self.reference(batch).to(policy.device),
+            beta=self.settings.beta,
+            loss=self.settings.loss,
+            label_smoothing=self.settings.label_smoothing,
+            num_pairs=1,
+        )
+        return with_router_balance(LossSum(loss, batch.num_pairs, sums_of(loss, metrics)), self.model)
 
-    def _sequence_logprobs(self, model: CausalLM, batch: PairBatch) -> Tensor:
-        input_ids, labels = batch.input_ids.to(self.device.device), batch.labels.to(self.device.device)
-        with self.device.autocast():
-            hidden = model.hidden(input_ids, visible=real_positions(labels))
-        logprobs, _ = token_logprobs(hidden, model.lm_head.weight, labels)
-        return logprobs.sum(dim=1)  # 0 where nothing is trained
+
+def answer_logprobs(model: CausalLM, batch: PairBatch, device: Device) -> Tensor:
+    """Logprobs of the answers, summed over their trained tokens, [2n]."""
+    input_ids, labels = batch.input_ids.to(device.device), batch.labels.to(device.device)
+    with device.autocast():
+        hidden = model.hidden(input_ids, visible=real_positions(labels))
+    logprobs, _ = token_logprobs(hidden, model.lm_head.weight, labels)
+    return logprobs.sum(dim=1)  # 0 where nothing is trained
+
+
+def live_reference(model: CausalLM, device: Device) -> Reference:
+    """Scores every batch anew: a forward pass per step, nothing kept."""
+
+    @torch.no_grad()
+    def reference(batch: PairBatch) -> Tensor:
+        return answer_logprobs(model, batch, device)
+
+    return reference
+
+
+def cached_reference(
+    model: CausalLM, sets: Sequence[PairBatches], device: Device, scratch: Path, identity: str, *, with_dropped: bool
+) -> Reference:
+    """Looks the logprobs up in a table that is computed once, before training, and kept in `scratch`.
+
+    Args:
+        model: the frozen reference.
+        sets: every set that will be asked for.
+        scratch: folder of such tables; a damaged one is made again.
+        identity: everything that decides the logprobs: model, data, code and precision.
+        with_dropped: whether pairs will be asked for without their empty think blocks, too.
+    """
+    name = sha256(f"{identity} {with_dropped}".encode()).hexdigest()[:16]
+    path = scratch / f"{name}.pt"
+    tables = _read_tables(path)
+    if tables is None:
+        tables = {pairs.split: _score_all(model, pairs, device, with_dropped=with_dropped) for pairs in sets}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, lambda file: torch.save(tables, file))
+
+    def reference(batch: PairBatch) -> Tensor:
+        return tables[batch.split][torch.tensor(batch.dropped).long(), batch.rows].T.reshape(-1)
+
+    return reference
+
+
+@torch.no_grad()
+def _score_all(model: CausalLM, pairs: PairBatches, device: Device, *, with_dropped: bool) -> Tensor:
+    """[2, rows, 2] fp32: as stored and without empty think blocks (0 where not wanted), per pair, chosen and rejected."""
+    table = torch.zeros(2, pairs.num_rows, 2)
+    for dropped in (False, True) if with_dropped else (False,):
+        for batch in pairs.in_order(dropped=dropped):
+            table[int(dropped), batch.rows] = answer_logprobs(model, batch, device).view(2, -1).T.float().cpu()
+    return table
+
+
+def _read_tables(path: Path) -> dict[str, Tensor] | None:
+    try:
+        return load_state(path)
+    except DataError:
+        return None

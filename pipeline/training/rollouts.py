@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from pipeline.rewards.scoring import Scored
 from pipeline.rollout.records import StopReason, Trajectory, pad_trajectories
 from pipeline.training.device import Device
 from pipeline.training.objectives import real_positions
+from pipeline.training.ranks import ALONE, Ranks
 from pipeline.training.state import Recorder, TrainState, run_steps
 
 # Metrics of a step's first update alone, before anything moved: they say whether sampler and trainer agree.
@@ -68,6 +69,15 @@ class Collected:
     def rewards(self) -> Tensor:
         """[rows] float32."""
         return torch.tensor([s.total for s in self.scored])
+
+    def __add__(self, other: "Collected") -> "Collected":
+        return Collected(
+            self.tasks + other.tasks,
+            self.trajectories + other.trajectories,
+            self.scored + other.scored,
+            self.rollout_s + other.rollout_s,
+            self.scoring_s + other.scoring_s,
+        )
 
 
 Step = Callable[[int], tuple[dict[str, float], Collected, Tensor]]
@@ -129,12 +139,14 @@ def count_zero_signal(task: RolloutTask, signal: bool) -> float:
     return task.state.count("zero_signal_steps", float(not signal))
 
 
-def collect(tasks: list[PromptTask], keys: Sequence[int], rollout: Rollout, score: Scorer) -> Collected:
-    """Samples one trajectory per (task, key) and scores it."""
+def collect(tasks: list[PromptTask], keys: Sequence[int], rollout: Rollout, score: Scorer, ranks: Ranks = ALONE) -> Collected:
+    """Samples one trajectory per (task, key) and scores it; ranks share the work, and each gets all of it."""
     started = time.perf_counter()
-    trajectories = rollout(tasks, keys)
+    own_tasks = list(ranks.mine(tasks))
+    own = rollout(own_tasks, list(ranks.mine(keys))) if own_tasks else []
+    trajectories = ranks.gather(own)
     sampled = time.perf_counter()
-    scored = score(tasks, trajectories)
+    scored = ranks.gather(score(own_tasks, own) if own_tasks else [])
     return Collected(tasks, trajectories, scored, sampled - started, time.perf_counter() - sampled)
 
 
@@ -149,12 +161,17 @@ class MicroBatch:
     loss_mask: Tensor  # [B, T], True = the policy wrote the token
 
 
+def trained_rows(trajectories: Sequence[Trajectory], rows: Iterable[int]) -> list[int]:
+    """Those of `rows` with a sampled token, shortest first."""
+    kept = [row for row in rows if trajectories[row].num_sampled]
+    return sorted(kept, key=lambda row: len(trajectories[row].prompt_ids) + len(trajectories[row].ids))
+
+
 def micro_batches(
     trajectories: Sequence[Trajectory], rows: Sequence[int], size: int, pad_id: int, device: Device
 ) -> Iterator[MicroBatch]:
-    """Cuts `rows` into micro-batches of similar length, at most `size` rows each; rows without a sampled token are left out."""
-    kept = [row for row in rows if trajectories[row].num_sampled]
-    kept.sort(key=lambda row: len(trajectories[row].prompt_ids) + len(trajectories[row].ids))
+    """Cuts this rank's share of the `trained_rows` into micro-batches of similar length, at most `size` rows each."""
+    kept = list(device.ranks.mine(trained_rows(trajectories, rows)))
     for start in range(0, len(kept), size):
         part = kept[start : start + size]
         tensors = pad_trajectories([trajectories[row] for row in part], pad_id)
@@ -169,11 +186,13 @@ def without_dropout(model: Backbone) -> None:
             module.train()
 
 
-def sampled_logprobs(model: CausalLM, batch: MicroBatch, temperature: float, device: Device) -> tuple[Tensor, Tensor]:
-    """Logprobs [B, T] of the sampled tokens under the distribution at `temperature`, and its entropy [B, T] (no gradient)."""
+def sampled_logprobs(
+    model: CausalLM, batch: MicroBatch, temperature: float, device: Device, *, entropy_grad: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Logprobs [B, T] of the sampled tokens under the distribution at `temperature`, and its entropy [B, T]."""
     with device.autocast():
         hidden = model.hidden(batch.input_ids, visible=real_positions(batch.labels))
-    return token_logprobs(hidden, model.lm_head.weight, batch.labels, temperature=temperature)
+    return token_logprobs(hidden, model.lm_head.weight, batch.labels, temperature=temperature, entropy_grad=entropy_grad)
 
 
 def router_balance(share: float, *models: Backbone) -> tuple[Tensor, dict[str, float]]:
@@ -236,7 +255,7 @@ def rollout_metrics(collected: Collected) -> dict[str, float]:
         "reward/min": float(rewards.min()),
         "reward/max": float(rewards.max()),
         "rollout/length_mean": sum(lengths) / len(lengths),
-        "rollout/truncated_frac": sum(t.stop in (StopReason.LENGTH, StopReason.CONTEXT) for t in trajectories) / len(lengths),
+        "rollout/truncated_frac": sum(t.truncated for t in trajectories) / len(lengths),
         "rollout/distinct_3gram": distinct_ngrams(trajectories, 3),
         "rollout/tokens_per_s": sum(lengths) / max(collected.rollout_s, 1e-9),
         "time/rollout_s": collected.rollout_s,
@@ -270,8 +289,10 @@ def distinct_ngrams(trajectories: Sequence[Trajectory], n: int) -> float:
     return len(grams) / max(sum(grams.values()), 1) if grams else 1.0
 
 
-def group_metrics(rewards: Tensor, good: Tensor) -> dict[str, float]:
-    """Shares of groups without signal, all solved, none solved; rewards and good are [P, G]."""
+def group_metrics(collected: Collected, group_size: int) -> dict[str, float]:
+    """Shares of groups without signal, all solved, none solved."""
+    rewards = collected.rewards.view(-1, group_size)
+    good = torch.tensor([scored.good for scored in collected.scored]).view(-1, group_size)
     spread = rewards.amax(dim=1) - rewards.amin(dim=1)
     return {
         "rollout/zero_std_frac": float((spread == 0).float().mean()),

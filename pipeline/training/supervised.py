@@ -12,6 +12,7 @@ from pipeline.maths.metrics import combine
 from pipeline.params.schema import Supervised
 from pipeline.training.device import Device
 from pipeline.training.objectives import Objective
+from pipeline.training.ranks import ALONE, Ranks
 from pipeline.training.state import Recorder, TrainState, run_steps
 from pipeline.training.updater import seed_for
 
@@ -20,7 +21,7 @@ TRAIN_KEYS = {"loss": "train/loss", "aux_loss": "moe/aux_loss", "expert_load_max
 
 
 class Batches(Protocol):
-    """Batches as a pure function of (epoch, index); `pipeline.data.batches` has them."""
+    """Batches as a pure function of (epoch, index), which ranks cut by `part`; `pipeline.data.batches` has them."""
 
     batches_per_epoch: int
 
@@ -62,7 +63,7 @@ def train_supervised(task: SupervisedTask, settings: Supervised, device: Device,
     window = max(1, steps // 10)
 
     def validate_and_log(step: int) -> None:
-        metrics = validate(task)
+        metrics = validate(task, device.ranks)
         if step == 0:
             metrics["val/loss_start"] = metrics["val/loss"]
         state.results.update(metrics)
@@ -83,23 +84,28 @@ def train_supervised(task: SupervisedTask, settings: Supervised, device: Device,
 
 
 def train_window(task: SupervisedTask, settings: Supervised, device: Device, step: int) -> dict[str, float]:
-    """One optimizer step: the mean over all terms of its whole window is both the gradient's and the logged loss."""
-    started = time.perf_counter()
+    """One optimizer step: the mean over all terms of its whole window is both the gradient's and the logged loss.
+
+    Every rank knows the whole window and takes a part of the rows of each of its batches.
+    """
+    started, ranks = time.perf_counter(), device.ranks
     per_epoch = windows_per_epoch(settings, task.train)
     epoch, window = divmod(step, per_epoch)
-    torch.manual_seed(seed_for(settings.seed, "dropout", step))
+    torch.manual_seed(seed_for(settings.seed, "dropout", step, *ranks.key))
     first = window * settings.accumulation_steps
     indices = range(first, min(first + settings.accumulation_steps, task.train.batches_per_epoch))
     batches = [task.train.batch(epoch, index) for index in indices]
     total = sum(task.objective.count(batch) for batch in batches)
     parts = []
     for batch in batches:
-        part = task.objective(batch)
-        (part.loss / total).backward()
-        parts.append(part.metrics)
-    means = combine(parts)
+        if own := batch.part(ranks.rank, ranks.size):
+            part = task.objective(own)
+            (part.loss / total).backward()
+            parts.append(part.metrics)
+    means = combine(ranks.gather(parts))
     means.pop("bytes", None)
     (updater,) = task.state.updaters.values()
+    ranks.sum_gradients(updater.parameters)
     rows = [row for batch in batches for row in batch.rows]
     done = updater.update(step, context=f"epoch {epoch}, rows {rows[:8]}{'...' if len(rows) > 8 else ''}")
     tokens = sum(task.objective.tokens(batch) for batch in batches)
@@ -117,11 +123,11 @@ def train_window(task: SupervisedTask, settings: Supervised, device: Device, ste
 
 
 @torch.no_grad()
-def validate(task: SupervisedTask) -> dict[str, float]:
+def validate(task: SupervisedTask, ranks: Ranks = ALONE) -> dict[str, float]:
     """Means over all held-out rows, `val/loss` and the objective's own metrics; `val/bits_per_byte` where bytes are known."""
     for module in task.state.modules.values():
         module.eval()
-    parts = [task.objective(batch).metrics for batch in task.held_out.in_order()]
+    parts = ranks.gather([task.objective(batch).metrics for batch in ranks.mine(task.held_out.in_order())])
     metrics = {f"val/{name}": value for name, value in combine(parts).items() if name != "bytes"}
     num_bytes = sum(part.get("bytes", 0.0) for part in parts)
     if num_bytes:

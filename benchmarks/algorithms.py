@@ -1,0 +1,155 @@
+"""Every policy-gradient algorithm on the embedded world: held-out reward over full_sft, from one command.
+
+    dvc repro reward && python benchmarks/algorithms.py [NAME ...] [--steps N] [--seed N ...]
+
+Trains from checkpoints/full_sft.pth with the `grpo` and `ppo` sections of params.yaml, changed only in what names the algorithm,
+and measures the mean reward of sampled replies to the held-out prompts, as stage eval does. Nothing is written but the table.
+"""
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import typer
+
+from pipeline.checkpoint.files import load_model
+from pipeline.evaluation.examiner import all_tasks, open_held_out
+from pipeline.evaluation.statistics import Estimate, mean
+from pipeline.model.transformer import CausalLM
+from pipeline.params import Params, load_params
+from pipeline.params.schema import Group, Ppo
+from pipeline.rewards.scoring import CompletionScorer
+from pipeline.rollout.episodes import run_episodes
+from pipeline.text.chat import ChatEncoder
+from pipeline.text.tokenizer import Tokenizer, load_tokenizer
+from pipeline.training.device import Device, open_device
+from pipeline.training.group_loop import train_group
+from pipeline.training.policy_setup import (
+    Environment,
+    open_engine,
+    open_group_task,
+    open_prompts,
+    open_reward_model,
+)
+from pipeline.training.ppo_loop import train_ppo
+from pipeline.training.ppo_setup import open_ppo_task
+from pipeline.training.updater import seed_for
+
+SFT, REWARD, PROMPTS = Path("checkpoints/full_sft.pth"), Path("checkpoints/reward.pth"), Path("data/prepared/rlaif")
+GROUP_VARIANTS: dict[str, dict[str, Any]] = {
+    "cispo": {"loss": "cispo"},
+    "grpo": {"loss": "grpo"},
+    "dapo": {"loss": "dapo", "clip_eps_high": 0.28, "dynamic_sampling": {"max_rounds": 3}, "kl_coef": 0.0},
+    "gspo": {"loss": "gspo"},
+    "dr_grpo": {"loss": "dr_grpo"},
+}
+NAMES = [*GROUP_VARIANTS, "ppo"]
+
+
+class Silent:
+    """A recorder and progress bar that keep nothing; one line per tenth of the run on stderr."""
+
+    def __init__(self, name: str, steps: int) -> None:
+        self._name, self._every = name, max(1, steps // 10)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def update(self, step: int, **figures: float) -> None:
+        if step % self._every == 0:
+            shown = ", ".join(f"{name} {value:.3g}" for name, value in figures.items())
+            print(f"{self._name}: step {step}, {shown}", file=sys.stderr, flush=True)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
+    def load(self) -> None: ...
+    def checkpoint(self, step: int, make_state: Callable[[], Mapping[str, Any]]) -> None: ...
+    def progress(self, total: int) -> Self:
+        return self
+
+
+def main(
+    names: Annotated[list[str] | None, typer.Argument(help=f"of {', '.join(NAMES)}; all when left out")] = None,
+    steps: Annotated[int | None, typer.Option(help="rollouts per run; those of params.yaml when left out")] = None,
+    seed: Annotated[list[int] | None, typer.Option(help="training seeds, may be given several times; 42 when left out")] = None,
+) -> None:
+    """Prints a Markdown table."""
+    unknown = sorted(set(names or []) - set(NAMES))
+    if unknown:
+        raise typer.BadParameter(f"{', '.join(unknown)}: must be of {', '.join(NAMES)}")
+    params = load_params()
+    device = open_device(params.runtime)
+    tokenizer = load_tokenizer(Path("data/tokenizer"))
+    score = CompletionScorer(params.rewards, open_reward_model(REWARD, params.reward.external, tokenizer, device))
+    start = device.prepare(load_model(SFT, tokenizer_digest=tokenizer.digest))
+    before = held_out_reward(start, params, tokenizer, score, device)
+    print(f"full_sft: mean reward {shown(before)} over {before.n} held-out prompts, {params.eval.confidence:.0%} intervals\n")
+    print("| algorithm | seed | steps | reward | better than full_sft | minutes |\n| --- | --- | --- | --- | --- | --- |")
+    for name in names or NAMES:
+        for number in seed or [42]:
+            started = time.perf_counter()
+            policy, done = train(name, params, tokenizer, score, device, steps=steps, seed=number)
+            after = held_out_reward(policy, params, tokenizer, score, device)
+            verdict = "yes, intervals apart" if after.low > before.high else "no"
+            minutes = (time.perf_counter() - started) / 60
+            print(f"| {name} | {number} | {done} | {shown(after)} | {verdict} | {minutes:.1f} |", flush=True)
+
+
+def train(
+    name: str,
+    params: Params,
+    tokenizer: Tokenizer,
+    score: CompletionScorer,
+    device: Device,
+    *,
+    steps: int | None,
+    seed: int,
+) -> tuple[CausalLM, int]:
+    """The trained policy of an algorithm and its number of steps."""
+    section = params.ppo if name == "ppo" else params.grpo
+    changes = GROUP_VARIANTS.get(name, {}) | {"seed": seed} | ({"max_steps": steps} if steps else {})
+    settings = type(section).model_validate(section.model_dump() | changes)
+    prompts = open_prompts(PROMPTS, settings, tokenizer, params.data.max_dropped_frac, print)
+    environment = Environment(tokenizer, prompts, score, device, lambda line: print(f"{name}: {line}", file=sys.stderr))
+    recorder = Silent(name, settings.max_steps or settings.epochs * prompts.batches_per_epoch)
+    if isinstance(settings, Ppo):
+        task = open_ppo_task(SFT, settings, environment)
+        train_ppo(task, settings, device, recorder)
+        return task.policy, task.state.step
+    assert isinstance(settings, Group)
+    group_task = open_group_task(SFT, settings, environment)
+    train_group(group_task, settings, device, recorder)
+    return group_task.policy, group_task.state.step
+
+
+def held_out_reward(policy: CausalLM, params: Params, tokenizer: Tokenizer, score: CompletionScorer, device: Device) -> Estimate:
+    """Mean reward of one sampled reply per held-out prompt, with stage eval's prompts, seeds and temperature."""
+    settings = params.eval
+    room = policy.config.max_position_embeddings - settings.max_new_tokens
+    held_out = open_held_out("rlaif", settings, tokenizer, room, settings.thinking_ratio, print)
+    tasks = list(all_tasks(held_out))[: settings.panel_rows]
+    trajectories = run_episodes(
+        open_engine(policy, tokenizer, device, max_rows=settings.batch_size),
+        ChatEncoder(tokenizer),
+        tokenizer,
+        tasks,
+        keys=[seed_for(settings.seed, "eval", "reward", row) for row in range(len(tasks))],
+        max_turns=1,
+        max_new_tokens=settings.max_new_tokens,
+        max_total_len=policy.config.max_position_embeddings,
+        temperature=settings.temperature,
+    )
+    return mean([scored.total for scored in score(tasks, trajectories)], settings.confidence)
+
+
+def shown(estimate: Estimate) -> str:
+    return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]" if math.isfinite(estimate.low) else "-"
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,124 @@
+"""What answers the calls of a stage: the tools of a preset, and those of a user's own file with its own checker."""
+
+import runpy
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.errors import DataError
+from pipeline.params.schema import Tools
+from pipeline.tools.minimind import minimind_result
+from pipeline.tools.registry import ARGUMENT_TYPES, TOOLS, Tool, ToolResult, call_tool
+
+Check = Callable[[Sequence[str], str], list[bool]]
+"""Which of the expected answers a final answer holds: one flag per expected answer, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Toolbox:
+    """The tools of a stage.
+
+    Attributes:
+        preset: whose tools answer calls to anything but the own ones; see `docs/rewards.md`.
+        own: tools of the user's file by name; one of a preset's name takes its place.
+        own_check: the user's checker; `check_for` says where it applies.
+    """
+
+    preset: Literal["default", "minimind"] = "default"
+    own: Mapping[str, Tool] = field(default_factory=dict)
+    own_check: Check | None = None
+
+    def call(self, name: str, arguments: Any, offered: Collection[str] | None = None) -> ToolResult:
+        """The result of a call, or an error to read; never raises, whatever JSON the model wrote."""
+        if self.preset == "minimind" and name not in [*self.own]:
+            return minimind_result(name, arguments)
+        return call_tool(name, arguments, offered, {**TOOLS, **self.own})
+
+    def check_for(self, offered: Collection[str]) -> Check | None:
+        """The user's checker for tasks that offer one of the user's tools; None leaves them to `verify`."""
+        return self.own_check if any(name in self.own for name in offered) else None
+
+
+PRESET_TOOLS = Toolbox()
+"""The default preset alone."""
+
+
+def open_toolbox(params: Tools) -> Toolbox:
+    """The toolbox of params; the Python file that `extra` names below external/ is executed.
+
+    Raises:
+        DataError: that file cannot be run, or what it defines is no list of tools or no checker.
+    """
+    if params.extra is None:
+        return Toolbox(params.preset)
+    path = Path("external") / params.extra
+    try:
+        defined = runpy.run_path(str(path))
+    except Exception as error:  # noqa: BLE001 - the boundary to a user's file: anything may be wrong with it
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        raise DataError(f"{path}: cannot be run ({text}); mend it, or write tools.extra: null") from None
+    tools, check = defined.get("TOOLS"), defined.get("check")
+    if not isinstance(tools, list) or not tools or not all(isinstance(tool, Tool) for tool in tools):
+        raise DataError(
+            f"{path}: must define TOOLS, a list of at least one pipeline.tools.registry.Tool(schema=..., function=...)"
+        )
+    for number, tool in enumerate(tools):
+        if fault := _schema_fault(tool):
+            raise DataError(f"{path}: TOOLS[{number}]: {fault}")
+    own = {tool.name: tool for tool in tools}
+    if len(own) < len(tools):
+        raise DataError(f"{path}: TOOLS: names must differ, got {', '.join(tool.name for tool in tools)}")
+    return Toolbox(params.preset, own, None if check is None else _checked(check, path))
+
+
+def _schema_fault(tool: Tool) -> str | None:
+    """What is wrong with a tool of the user's, in one line."""
+    function = tool.schema.get("function") if isinstance(tool.schema, Mapping) else None
+    if not isinstance(function, Mapping) or not (isinstance(function.get("name"), str) and function["name"]):
+        return 'schema must be {"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}'
+    name, parameters = function["name"], function.get("parameters", {})
+    if not callable(tool.function):
+        return f"{name}: function must be callable, got {type(tool.function).__name__}"
+    properties = parameters.get("properties", {}) if isinstance(parameters, Mapping) else None
+    if not isinstance(properties, Mapping) or not all(isinstance(entry, Mapping) for entry in properties.values()):
+        return f'{name}: parameters must be {{"type": "object", "properties": {{argument: {{"type": ...}}}}, "required": [...]}}'
+    for argument, entry in properties.items():
+        if "type" in entry and entry["type"] not in ARGUMENT_TYPES:
+            return f"{name}: type of argument '{argument}' must be one of {', '.join(ARGUMENT_TYPES)}, got {entry['type']!r}"
+        if not isinstance(entry.get("enum", []), list):
+            return f"{name}: enum of argument '{argument}' must be a list, got {entry['enum']!r}"
+    required = parameters.get("required", [])
+    if not isinstance(required, list) or not all(argument in [*properties] for argument in required):
+        return f"{name}: required must list names of properties, got {required!r}"
+    return None
+
+
+def _checked(check: Any, path: Path) -> Check:
+    """The user's checker behind a boundary: where it fails on what a policy wrote, nothing is found.
+
+    A first call on a harmless text tells a checker that never works from one that meets an odd answer.
+
+    Raises:
+        DataError: the first call fails.
+    """
+    try:
+        _flags(check(["5"], "a reply"), 1)
+    except Exception as error:  # noqa: BLE001 - as above
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        raise DataError(f'{path}: check(["5"], "a reply") must return a list with one bool ({text})') from None
+
+    def safe(gt: Sequence[str], answer: str) -> list[bool]:
+        try:
+            return _flags(check([*gt], answer), len(gt))
+        except Exception:  # noqa: BLE001 - as above
+            return [False] * len(gt)
+
+    return safe
+
+
+def _flags(found: Any, expected: int) -> list[bool]:
+    flags = [bool(flag) for flag in found]
+    if len(flags) != expected:
+        raise ValueError(f"got {len(flags)} flags for {expected} expected answers")
+    return flags

@@ -1,0 +1,146 @@
+"""Stages that start their own ranks: one record and one output, stops and deaths that reach every process, errors in one line."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_supervised_loop import language_task, make_settings
+from tiny_runs import assert_near, documents, make_model, make_set, make_tokenizer
+
+from pipeline.errors import DataError
+from pipeline.params.schema import Runtime
+from pipeline.stage import stage_run
+from pipeline.text.tokenizer import load_tokenizer
+from pipeline.training.device import open_device
+from pipeline.training.supervised import train_supervised
+from pipeline.yaml_files import read_yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.slow
+
+
+def main(sets: Path, ranks: int, epochs: int, fault: str) -> None:
+    """A small stage in the current directory; `fault` makes rank 1 fail."""
+    own = {"device": "cpu", "dtype": "float32", "threads": 1, "ranks": ranks, "mlflow": False, "save_every_s": 1e9}
+    runtime = Runtime.model_validate(read_yaml(ROOT / "params.yaml")["runtime"] | own)
+    settings = make_settings(epochs=epochs, accumulation_steps=3, val_every=10**6, lr=3e-4)
+    with stage_run("pretrain", params={"epochs": epochs}, inputs=[], runtime=runtime, ranked=True) as run:
+        device = open_device(runtime)
+        Path(f"rank{device.ranks.rank}.pid").write_text(str(os.getpid()))
+        if fault and device.ranks.rank == 1:
+            raise DataError("rank 1 misses its data")
+        task, _ = language_task(sets, load_tokenizer(sets / "tokenizer"), settings, open_model(sets))
+        summary = train_supervised(task, settings, device, run)
+        Path("out.json").write_text(json.dumps({"rank": device.ranks.rank, "size": device.ranks.size, **summary}))
+        torch.save(task.state.modules["model"].state_dict(), "out.pth")
+
+
+def open_model(sets: Path) -> Any:
+    return make_model(load_tokenizer(sets / "tokenizer"), sharpness=4.0)
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sets")
+    make_set(folder, "pretrain", documents(13), make_tokenizer(folder / "tokenizer"))
+    return folder
+
+
+@contextmanager
+def stage(folder: Path, sets: Path, *, ranks: int = 2, epochs: int = 2, fault: str = "") -> Iterator[subprocess.Popen[str]]:
+    folder.mkdir(exist_ok=True)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, str(sets), str(ranks), str(epochs), fault]
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def logged_steps(folder: Path) -> list[int]:
+    lines = [line for path in folder.glob(".runs/pretrain/*/*/metrics.jsonl") for line in path.read_text().splitlines()]
+    return [step for line in lines if (step := json.loads(line)["step"])]
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def follower(folder: Path) -> int:
+    return int((folder / "rank1.pid").read_text())
+
+
+def test_ranks_leave_one_record_and_the_outputs_of_one_process(tmp_path: Path, sets: Path) -> None:
+    for name, ranks in (("one", 1), ("two", 2)):
+        with stage(tmp_path / name, sets, ranks=ranks) as process:
+            assert process.wait(90) == 0, process.stderr and process.stderr.read()
+    one, two = (json.loads((tmp_path / name / "out.json").read_text()) for name in ("one", "two"))
+    assert (two.pop("rank"), two.pop("size"), one.pop("rank"), one.pop("size")) == (0, 2, 0, 1)
+    assert two == pytest.approx(one, abs=1e-5)
+    weights = [torch.load(tmp_path / name / "out.pth", weights_only=True) for name in ("one", "two")]
+    assert_near(weights[0], weights[1], 1e-5)
+    assert sorted(set(logged_steps(tmp_path / "two"))) == [1, 2, 3, 4]
+    assert len(logged_steps(tmp_path / "two")) == len(logged_steps(tmp_path / "one"))
+    assert not alive(follower(tmp_path / "two"))
+
+
+def test_a_stop_reaches_all_ranks_and_the_run_goes_on(tmp_path: Path, sets: Path) -> None:
+    with stage(tmp_path / "whole", sets, epochs=40) as process:
+        assert process.wait(90) == 0
+    folder = tmp_path / "stopped"
+    with stage(folder, sets, epochs=40) as process:
+        until(lambda: len(logged_steps(folder)) > 5)
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(30) == 128 + signal.SIGTERM
+        assert process.stderr is not None and "saved; the same command resumes" in process.stderr.read()
+    until(lambda: not alive(follower(folder)), 10)
+    done = logged_steps(folder)[-1]
+    assert 5 < done < 80 and not (folder / "out.json").exists()
+    with stage(folder, sets, epochs=40) as process:
+        assert process.wait(90) == 0
+        assert process.stderr is not None and f"resumes at step {done}" in process.stderr.read()
+    weights = [torch.load(tmp_path / name / "out.pth", weights_only=True) for name in ("whole", "stopped")]
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+
+
+def test_the_death_of_rank_0_ends_the_others(tmp_path: Path, sets: Path) -> None:
+    with stage(tmp_path, sets, epochs=4000) as process:
+        until(lambda: len(logged_steps(tmp_path)) > 5)
+        process.kill()
+        until(lambda: not alive(follower(tmp_path)), 40)
+
+
+def test_a_rank_that_fails_decides_the_exit_code(tmp_path: Path, sets: Path) -> None:
+    with stage(tmp_path, sets, fault="data") as process:
+        assert process.wait(90) == DataError.exit_code
+        assert process.stderr is not None
+        lines = process.stderr.read().splitlines()
+    assert "pretrain, rank 1: rank 1 misses its data" in lines
+    assert not any("Traceback" in line for line in lines)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
