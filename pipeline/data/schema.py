@@ -95,7 +95,7 @@ def decode_json(text: str) -> Any:
     try:
         value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite_float)
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at character {error.pos + 1}") from None
+        raise ValueError(f"not JSON: {error.msg.removesuffix(' at')} at character {error.pos + 1}") from None
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
     if text.count("[") + text.count("{") > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
@@ -151,7 +151,7 @@ def normalise(value: Any, kind: Kind, faults: list[str]) -> dict[str, Any]:
     if not isinstance(value, dict):
         faults.append(f"must be an object with {_names(fields)}, got {_shown(value)}")
         return {}
-    faults += (f"unknown field {_shown(name)}; allowed: {_names(fields)}" for name in value if name not in fields)
+    faults += (f"unknown field {_shown(name)}; allowed: {_names(fields)} (docs/data.md)" for name in value if name not in fields)
     missing = [name for name in fields if name not in value]
     faults += (f"{name}: missing" for name in missing)
     if missing:
