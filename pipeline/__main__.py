@@ -8,6 +8,7 @@ import typer
 
 from pipeline.errors import PipelineError
 from pipeline.lineage.profiles import use_profile
+from pipeline.params import load_params
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -25,6 +26,48 @@ def use(
     """Copy a profile to params.yaml."""
     use_profile(profile, Path.cwd(), force=force)
     typer.echo(f"params.yaml now holds profile {profile}; `dvc repro` runs what that changes")
+
+
+@app.command()
+def check() -> None:
+    """Validate params.yaml, whatever DVC would run."""
+    load_params()
+    typer.echo("params.yaml is valid")
+
+
+Model = Annotated[str, typer.Argument(help="pretrain, full_sft, lora, dpo, ppo, grpo or agent")]
+
+
+@app.command()
+def chat(
+    model: Model = "grpo",
+    thinking: Annotated[bool, typer.Option("--thinking", help="ask the model to think first")] = False,
+    tools: Annotated[bool, typer.Option("--tools", help="offer the six simulated tools")] = False,
+    greedy: Annotated[bool, typer.Option("--greedy", help="always the most probable token")] = False,
+    temperature: Annotated[float, typer.Option(help="of the sampling", min=0.01)] = 0.8,
+) -> None:
+    """Talk to a trained model; questions are lines of the standard input."""
+    from pipeline.commands.chat import Conversation, converse
+    from pipeline.commands.models import open_model
+    from pipeline.text.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(Path("data/tokenizer"))
+    conversation = Conversation(open_model(model, tokenizer), tokenizer, temperature, thinking, tools, greedy)
+    if sys.stdin.isatty():
+        typer.echo(f"{model}: write a line, end with Ctrl-D")
+    for line in converse(conversation, sys.stdin):
+        typer.echo(line)
+
+
+@app.command()
+def export(model: Model, folder: Annotated[Path, typer.Argument(help="a new folder")]) -> None:
+    """Write a model as a folder for transformers (config, safetensors, tokenizer)."""
+    from pipeline.commands.export import export as write
+    from pipeline.commands.models import open_model
+    from pipeline.text.tokenizer import load_tokenizer
+
+    write(open_model(model, load_tokenizer(Path("data/tokenizer"))), folder)
+    typer.echo(f"{folder}: AutoModelForCausalLM.from_pretrained opens it")
 
 
 def main() -> None:
