@@ -118,7 +118,7 @@ def test_every_impossible_combination_is_reported_at_once() -> None:
     "changes",
     [
         {"eval.max_new_tokens": 2047},
-        {"ppo.critic_warmup_steps": 21},
+        {"ppo.critic_warmup_steps": 15},
         {"ppo.critic_warmup_steps": 99, "ppo.max_steps": None},
         {"pretrain.epochs": 0, "pretrain.init_from": "a.pth"},
         {"full_sft.epochs": 0},  # takes pretrain's weights over
