@@ -50,9 +50,12 @@ def chat(
     from pipeline.commands.chat import Conversation, converse
     from pipeline.commands.models import open_model
     from pipeline.text.tokenizer import load_tokenizer
+    from pipeline.training.device import open_device
 
     tokenizer = load_tokenizer(Path("data/tokenizer"))
-    conversation = Conversation(open_model(model, tokenizer), tokenizer, temperature, thinking, tools, greedy)
+    device = open_device(load_params().runtime)
+    opened = device.prepare(open_model(model, tokenizer))
+    conversation = Conversation(opened, tokenizer, device, temperature, thinking, tools, greedy)
     if sys.stdin.isatty():
         typer.echo(f"{model}: write a line, end with Ctrl-D")
     for line in converse(conversation, sys.stdin):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import make_model, make_tokenizer
+from tiny_runs import CPU, make_model, make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline import __main__ as command_line
@@ -73,12 +73,12 @@ def test_unknown_models_are_named(repository: Tokenizer) -> None:
 
 
 def test_a_conversation_remembers_what_fits(repository: Tokenizer) -> None:
-    conversation = Conversation(open_model("full_sft", repository), repository, temperature=1.0, greedy=True)
+    conversation = Conversation(open_model("full_sft", repository), repository, CPU, temperature=1.0, greedy=True)
     conversation.messages = [{"role": "user", "content": "red"}, {"role": "assistant", "content": "blue"}]
     lines = list(converse(conversation, ["red house\n", "\n"]))
     said = [(message["role"], message["content"]) for message in conversation.messages]
     assert said == [("user", "red"), ("assistant", "blue"), ("user", "red house"), ("assistant", lines[-1])]
-    alone = Conversation(open_model("full_sft", repository), repository, temperature=1.0, greedy=True)
+    alone = Conversation(open_model("full_sft", repository), repository, CPU, temperature=1.0, greedy=True)
     assert list(alone.ask("red house")) != lines  # the answer is to the whole conversation
 
     long = "red " * 400
@@ -90,6 +90,9 @@ def test_a_conversation_remembers_what_fits(repository: Tokenizer) -> None:
 
 
 def test_chat_reads_lines(repository: Tokenizer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    root = Path(__file__).parents[1]
+    for name in ("params.yaml", "data/world.yaml"):
+        Path(name).write_bytes((root / name).read_bytes())
     monkeypatch.setattr(sys, "argv", ["pipeline", "chat", "full_sft", "--tools", "--thinking"])
     monkeypatch.setattr(sys, "stdin", io.StringIO("red\n"))
     with pytest.raises(SystemExit) as ended:

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from pipeline.data.prompts import PromptTask
 from pipeline.model.transformer import CausalLM
 from pipeline.rollout.episodes import run_episodes
-from pipeline.rollout.torch_engine import TorchRolloutEngine
 from pipeline.text.chat import ChatEncoder, Message
 from pipeline.text.tokenizer import Tokenizer
 from pipeline.tools.registry import TOOL_NAMES, tool_schema
+from pipeline.training.device import Device
+from pipeline.training.policy_setup import open_engine
 
 MAX_TURNS = 4
 TURN_TOKENS = 512
@@ -28,6 +29,7 @@ class Conversation:
 
     model: CausalLM
     tokenizer: Tokenizer
+    device: Device
     temperature: float
     thinking: bool = False
     tools: bool = False
@@ -46,9 +48,8 @@ class Conversation:
                 yield f"(that is longer than the model's window of {window} tokens)"
                 return
             del self.messages[:2]  # the oldest question and its answer
-        engine = TorchRolloutEngine(self.model, stop_ids=[self.tokenizer.eos_id], pad_id=self.tokenizer.pad_id, max_rows=1)
         (trajectory,) = run_episodes(
-            engine,
+            open_engine(self.model, self.tokenizer, self.device, max_rows=1),
             encoder,
             self.tokenizer,
             [PromptTask(0, prompt_ids, self.thinking, self.messages, offered, [])],
