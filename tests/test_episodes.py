@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline.data.prompts import PromptTask
 from pipeline.rollout.episodes import MALFORMED, read_turn, run_episodes
-from pipeline.rollout.records import Completion, StopReason, Trajectory, pad_trajectories
+from pipeline.rollout.records import Completion, StopReason, Trajectory, completion_tensors
 from pipeline.text.chat import ChatEncoder
 from pipeline.text.tokenizer import CONTROL_TOKENS, Tokenizer, load_tokenizer, train_tokenizer
 from pipeline.tools.registry import call_tool, tool_schema
@@ -106,9 +106,8 @@ def test_a_call_its_result_and_the_answer(tokenizer: Tokenizer) -> None:
     assert trajectory.turns[0].parsed.calls[0].arguments == {"expression": "2*21"}
     assert trajectory.final_answer == "The answer is 42."
     assert trajectory.num_sampled == len(script.ids(MATH + END)) + len(script.ids(f"The answer is 42.{END}"))
-    input_ids, labels, _, loss_mask = pad_trajectories([trajectory], pad_id=0)
+    labels, _, loss_mask = completion_tensors([trajectory])
     assert int(labels[0, -1]) == tokenizer.eos_id and int(loss_mask.sum()) == trajectory.num_sampled
-    assert input_ids[0].tolist() == [0, 50, *trajectory.ids[:-1]]
 
 
 def test_the_appended_ids_are_the_templates(tokenizer: Tokenizer, encoder: ChatEncoder) -> None:

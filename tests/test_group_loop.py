@@ -32,9 +32,9 @@ from tiny_runs import (
     sets_fixture,
     snapshot,
     tokenizer_fixture,
+    tokens_once,
     twin_adamw,
     twin_step,
-    up_to,
     user,
 )
 from torch import Tensor
@@ -51,7 +51,7 @@ from pipeline.text.tokenizer import Tokenizer
 from pipeline.tools.registry import tool_schema
 from pipeline.training.group_loop import group_step, train_group
 from pipeline.training.policy_setup import open_prompts
-from pipeline.training.rollouts import RolloutTask, micro_batches, total_steps
+from pipeline.training.rollouts import RolloutTask, total_steps
 
 RUN_KEYS = ROLLOUT_KEYS | {f"rollout/{name}_frac" for name in ("zero_std", "all_good", "all_bad")}
 tokenizer, sets = tokenizer_fixture, sets_fixture(rlaif=prompts(12))  # 9 + 3 prompts
@@ -323,33 +323,16 @@ def test_routers_are_balanced_in_reinforcement_too(sets: Path, tokenizer: Tokeni
         assert metrics["policy/ratio_first_update"] == pytest.approx(1, abs=1e-4)  # taking statistics is no dropout
         gates.append(run.gradients()["model.layers.0.mlp.gate.weight"])
         losses.append(metrics["policy/loss"])
-        lengths = sorted(len(t.prompt_ids) + len(t.ids) - 1 for t in run.trajectories[0])
-        parts = [up_to(lengths[start : start + 5]) for start in (0, 5, 10)]
-        assert len(spy.forwards) == 3 and any(not part.all() for part in parts)  # padding must not count
-        aux = coef * sum(spy.aux_loss(place, part) * len(part) / 12 for place, part in enumerate(parts))
+        (trajectories,) = run.trajectories
+        rows = [trajectories[start : start + 5] for start in (0, 5, 10)]
+        parts = [tokens_once(part) for part in rows]  # no padding, and a prompt counts once in each
+        aux = coef * sum(spy.aux_loss(place, part) * len(rows[place]) / 12 for place, part in enumerate(parts))
         assert metrics["moe/aux_loss"] == pytest.approx(aux, rel=1e-5, abs=1e-9)
         load_max = max(spy.load_max(place, part) for place, part in enumerate(parts))
         assert metrics["moe/expert_load_max"] == pytest.approx(load_max, abs=1e-6)
         assert metrics["train/loss"] == pytest.approx(metrics["policy/loss"] + metrics["moe/aux_loss"], abs=1e-5)
     assert float((gates[0] - gates[1]).abs().max()) > 1e-3
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)  # the policy's loss alone
-
-
-def test_rows_are_filled_with_the_pad_id(sets: Path, tokenizer: Tokenizer) -> None:
-    """Any id does: nothing that is trained or logged depends on it."""
-    gradients, logged = [], []
-    for pad_id in (0, 7):
-        settings = make_settings()
-        run = Run(sets, tokenizer, settings, pad_id=pad_id, **MOE)
-        metrics, _, _ = group_step(run.task, settings, CPU, 0)
-        gradients.append(run.gradients())
-        logged.append({name: value for name, value in metrics.items() if name.startswith(("policy/", "moe/", "train/"))})
-        (trajectories,) = run.trajectories
-        for batch in micro_batches(trajectories, range(12), 12, run.task.pad_id, CPU):
-            padding = ~up_to([len(trajectories[row].prompt_ids) + len(trajectories[row].ids) - 1 for row in batch.rows])
-            assert padding.any() and batch.input_ids[padding].unique().tolist() == [pad_id]
-    assert_near(gradients[1], gradients[0])
-    assert logged[1] == pytest.approx(logged[0], abs=1e-6)
 
 
 def test_prompts_that_leave_no_room_count_as_bad_luck(sets: Path, tokenizer: Tokenizer) -> None:
@@ -497,7 +480,7 @@ def test_agent_trains_on_what_the_policy_wrote_and_not_on_what_tools_said(tmp_pa
         return kept
 
     score = EpisodeScorer(REWARDS, Fixed(0.0))
-    task = RolloutTask(state, policy, reference, opened, rollout, score, tokenizer.decode_all, tokenizer.pad_id, print)
+    task = RolloutTask(state, policy, reference, opened, rollout, score, tokenizer.decode_all, print)
     metrics, collected, _ = group_step(task, settings, CPU, 0)
     assert isinstance(updater, SpyUpdater) and len(kept) == 12
     assert all(False in t.sampled and t.sampled[-1] and len(t.turns) == 2 for t in kept)

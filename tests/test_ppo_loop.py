@@ -28,15 +28,16 @@ from tiny_runs import (
     sets_fixture,
     snapshot,
     tokenizer_fixture,
+    tokens_once,
     twin_adamw,
     twin_step,
-    up_to,
 )
 from torch import Tensor
 
 from pipeline.data.prompts import PromptTask
 from pipeline.errors import NumericsError
 from pipeline.model.heads import ValueModel
+from pipeline.model.packing import pack
 from pipeline.params.schema import Ppo
 from pipeline.rewards.scoring import Scored
 from pipeline.rollout.records import StopReason, Trajectory
@@ -194,18 +195,21 @@ def test_rewards_stand_at_the_last_sampled_token() -> None:
     assert placed.tolist() == [[0, 0, 2, 0], [0, 0, 0, 3], [0, 0, 0, 0]]
 
 
+NOTHING_PACKED = pack([[0]], [[]], torch.device("cpu"))
+
+
 def test_rows_are_found_again_in_other_micro_batches() -> None:
     def part(rows: list[int], values: list[list[float]]) -> Experience:
         width = len(values[0])
         empty = torch.zeros(len(rows), width)
-        batch = MicroBatch(torch.tensor(rows), empty.long(), empty.long(), empty, empty.bool())
+        batch = MicroBatch(torch.tensor(rows), NOTHING_PACKED, empty.long(), empty, empty.bool())
         return Experience(batch, empty, empty, torch.tensor(values), empty)
 
     parts = [part([4, 1], [[1.0, 2.0], [3.0, 4.0]]), part([0, 7], [[5.0, 6.0, 7.0], [8.0, 9.0, 10.0]])]
     located = {4: (parts[0], 0), 1: (parts[0], 1), 0: (parts[1], 0), 7: (parts[1], 1)}
-    wide = MicroBatch(torch.tensor([7, 4]), *(torch.zeros(2, 4),) * 4)
+    wide = MicroBatch(torch.tensor([7, 4]), NOTHING_PACKED, *(torch.zeros(2, 4),) * 3)
     assert gather_rows(wide, located, "advantages").tolist() == [[8, 9, 10, 0], [1, 2, 0, 0]]
-    narrow = MicroBatch(torch.tensor([1, 0]), *(torch.zeros(2, 2),) * 4)
+    narrow = MicroBatch(torch.tensor([1, 0]), NOTHING_PACKED, *(torch.zeros(2, 2),) * 3)
     assert gather_rows(narrow, located, "advantages").tolist() == [[3, 4], [5, 6]]
 
 
@@ -278,22 +282,18 @@ def test_both_models_routers_are_balanced(sets: Path, tokenizer: Tokenizer) -> N
         spies = RouterSpy(run.policy), RouterSpy(run.critic)
         metrics, _, _ = ppo_step(run.task, settings, CPU, 0)
         (collected,) = run.trajectories
-        aux, loads, ragged = 0.0, [], False
+        aux, loads = 0.0, []
         forward = [0, 3]  # the critic's first three forwards gave the old values
-        for chosen in mini_batches(
-            sorted(range(6), key=lambda row: len(collected[row].prompt_ids) + len(collected[row].ids)), settings, 0
-        ):
-            ordered = sorted(chosen, key=lambda row: len(collected[row].prompt_ids) + len(collected[row].ids))
+        for chosen in mini_batches(range(6), settings, 0):
             num_tokens = sum(collected[row].num_sampled for row in chosen)
-            for start in range(0, len(ordered), 2):
-                part = ordered[start : start + 2]
-                visible = up_to([len(collected[row].prompt_ids) + len(collected[row].ids) - 1 for row in part])
-                ragged |= not bool(visible.all())
+            for start in range(0, len(chosen), 2):
+                part = chosen[start : start + 2]
+                visible = tokens_once([collected[row] for row in part])
                 for which, spy in enumerate(spies):
                     aux += coef * spy.aux_loss(forward[which], visible) * len(part) / len(chosen) * num_tokens
                     loads.append(spy.load_max(forward[which], visible))
                     forward[which] += 1
-        assert ragged and [len(spy.forwards) for spy in spies] == forward == [3, 6]
+        assert [len(spy.forwards) for spy in spies] == forward == [3, 6]
         assert metrics["moe/aux_loss"] == pytest.approx(aux / sum(t.num_sampled for t in collected), rel=1e-5, abs=1e-9)
         assert metrics["moe/expert_load_max"] == pytest.approx(max(loads), abs=1e-6)
         total = metrics["policy/loss"] + settings.vf_coef * metrics["value/loss"] + metrics["moe/aux_loss"]

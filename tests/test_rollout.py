@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from pipeline.model.config import ModelConfig
+from pipeline.model.packing import pack
 from pipeline.model.transformer import CausalLM
 from pipeline.rollout import torch_engine
-from pipeline.rollout.records import Completion, StopReason, Trajectory, Turn, pad_trajectories
+from pipeline.rollout.records import Completion, StopReason, Trajectory, Turn, completion_tensors
 from pipeline.rollout.sampling import draw, fold_key, uniforms
 from pipeline.rollout.torch_engine import TorchRolloutEngine
 from pipeline.text.turns import parse_turn
@@ -319,18 +320,17 @@ def trajectory(prompt_ids: list[int], ids: list[int], sampled: list[bool]) -> Tr
     return Trajectory(prompt_ids, ids, sampled, logprobs, turns=[])
 
 
-def test_pad_trajectories_by_hand() -> None:
+def test_completion_tensors_by_hand() -> None:
     rows = [
         trajectory([7, 8], [9, 2, 5, 6, 2], [True, True, False, True, True]),
         trajectory([4], [0, 3], [True, True]),  # the pad id, sampled, is trained like any other
         trajectory([1, 1, 1], [], []),
     ]
-    input_ids, labels, old_logprobs, loss_mask = pad_trajectories(rows, pad_id=0)
+    labels, old_logprobs, loss_mask = completion_tensors(rows)
     ignored = -100
-    assert input_ids.tolist() == [[7, 8, 9, 2, 5, 6], [4, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0]]
-    assert labels.tolist() == [[ignored, 9, 2, ignored, 6, 2], [0, 3, *[ignored] * 4], [ignored] * 6]
-    assert loss_mask.tolist() == [[False, True, True, False, True, True], [True, True, *[False] * 4], [False] * 6]
-    assert old_logprobs.tolist() == [[0, -0.5, -1.5, 0, -3.5, -4.5], [-0.5, -1.5, 0, 0, 0, 0], [0] * 6]
+    assert labels.tolist() == [[9, 2, ignored, 6, 2], [0, 3, *[ignored] * 3], [ignored] * 5]
+    assert loss_mask.tolist() == [[True, True, False, True, True], [True, True, *[False] * 3], [False] * 5]
+    assert old_logprobs.tolist() == [[-0.5, -1.5, 0, -3.5, -4.5], [-0.5, -1.5, 0, 0, 0], [0] * 5]
     assert (labels.dtype, old_logprobs.dtype, loss_mask.dtype) == (torch.int64, torch.float32, torch.bool)
 
 
@@ -340,9 +340,11 @@ def test_training_tensors_give_the_recorded_logprobs_back(model: CausalLM) -> No
         Trajectory(list(prompt), done.ids, [True] * len(done.ids), done.logprobs, [], stop=done.stop)
         for prompt, done in zip(PROMPTS, completions, strict=True)
     ]
-    input_ids, labels, old_logprobs, loss_mask = pad_trajectories(rows, PAD)
+    labels, old_logprobs, loss_mask = completion_tensors(rows)
+    packing = pack([row.prompt_ids for row in rows], [row.ids for row in rows], torch.device("cpu"))
     with torch.no_grad():
-        logprobs = torch.log_softmax(model(input_ids) / 0.7, dim=-1)
+        logits = model.head(model.hidden(packing.input_ids, packing=packing))[0, packing.states[:, :-1]]
+    logprobs = torch.log_softmax(logits / 0.7, dim=-1)
     new = logprobs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     torch.testing.assert_close(torch.where(loss_mask, new, 0.0), old_logprobs, atol=1e-5, rtol=0)
     assert loss_mask.sum(dim=1).tolist() == [row.num_sampled for row in rows] == [len(c.ids) for c in completions]

@@ -260,9 +260,7 @@ def row_logprobs(model: CausalLM, trajectory: Trajectory, temperature: float) ->
 class SamplingRun:
     """What a task of grpo or ppo samples with, over the tiny prompts, and the trajectories and warnings it leaves."""
 
-    def __init__(
-        self, sets: Path, tokenizer: Tokenizer, settings: Sampling, *, max_total_len: int = 500, pad_id: int = 0, **model: Any
-    ) -> None:
+    def __init__(self, sets: Path, tokenizer: Tokenizer, settings: Sampling, *, max_total_len: int = 500, **model: Any) -> None:
         shape = {"sharpness": 6.0, "dropout": 0.1} | model
         self.policy = make_model(tokenizer, **shape)
         self.reference = make_model(tokenizer, **shape).requires_grad_(False)
@@ -281,7 +279,7 @@ class SamplingRun:
             max_total_len=max_total_len,
             temperature=settings.temperature,
         )
-        self._decode, self._pad_id = tokenizer.decode_all, pad_id
+        self._decode = tokenizer.decode_all
 
     def rollout(self, tasks: Sequence[PromptTask], keys: Sequence[int]) -> list[Trajectory]:
         self.trajectories.append(self._sample(tasks, keys=keys))
@@ -290,7 +288,7 @@ class SamplingRun:
     def task_fields(self, state: TrainState, score: Score) -> dict[str, Any]:
         """The fields of a `RolloutTask`."""
         sampling = {"policy": self.policy, "reference": self.reference, "prompts": self.prompts, "rollout": self.rollout}
-        rest = {"decode": self._decode, "pad_id": self._pad_id, "warn": self.warnings.append}
+        rest = {"decode": self._decode, "warn": self.warnings.append}
         return sampling | {"state": state, "score": score} | rest
 
 
@@ -327,6 +325,12 @@ class RouterSpy:
     def _slots(self, probs: Tensor) -> Tensor:
         """1 where a token chose an expert, [N, E]."""
         return torch.zeros_like(probs).scatter(1, probs.topk(self._top_k, dim=1).indices, 1.0)
+
+
+def tokens_once(trajectories: Sequence[Trajectory]) -> Tensor:
+    """All True, one per token that a forward over these trajectories reads: distinct prompts, and ids but each row's last."""
+    prompts = {tuple(t.prompt_ids) for t in trajectories}
+    return torch.ones(sum(map(len, prompts)) + sum(len(t.ids) - 1 for t in trajectories), dtype=torch.bool)
 
 
 def up_to(lengths: Sequence[int]) -> Tensor:

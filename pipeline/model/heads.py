@@ -36,9 +36,9 @@ class ScalarModel(Backbone):
 class ValueModel(ScalarModel):
     """The critic: the expected return from each position on."""
 
-    def forward(self, input_ids: Tensor, visible: Tensor | None = None) -> Tensor:
-        """Values [B, T] of right-padded token ids [B, T], fp32; `visible` as in `hidden`."""
-        return self.scalar(self.hidden(input_ids, visible=visible))
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Values [B, T] of right-padded token ids [B, T], fp32."""
+        return self.scalar(self.hidden(input_ids))
 
 
 class RewardModel(ScalarModel):

@@ -15,6 +15,7 @@ from pipeline.errors import ParamsError
 from pipeline.model.config import ModelConfig
 from pipeline.model.kv_cache import KVCache
 from pipeline.model.moe import MixtureOfExperts, RouterStats, SwiGLU
+from pipeline.model.packing import Packing
 from pipeline.model.rope import apply_rope, rope_tables
 
 INIT_STD = 0.02
@@ -75,6 +76,7 @@ class Attention(nn.Module):
         cache: KVCache | None = None,
         positions: Tensor | None = None,
         mask: Tensor | None = None,
+        packing: Packing | None = None,
     ) -> Tensor:
         """Attends causally, within `x` or over the cache as well.
 
@@ -83,6 +85,7 @@ class Attention(nn.Module):
             rotation: cosines and sines of the T positions.
             cache: where keys and values are kept; `positions` [B, T] says in which slots.
             mask: [B, 1, T, S'] bool, True where a query sees a key of the cache; None where `x` starts every sequence.
+            packing: how `x`, with B = 1, is made up of rows.
 
         Returns:
             [B, T, W].
@@ -93,7 +96,9 @@ class Attention(nn.Module):
         v = self.v_proj(x).view(batch, length, self.num_kv_heads, self.head_dim)
         rotated = apply_rope(torch.cat((q, k), dim=2), *rotation).to(v.dtype)
         q, k = rotated.split((self.num_heads, self.num_kv_heads), dim=2)
-        if cache is None or positions is None:
+        if packing is not None:
+            mixed = packing.attend(q, *self._repeated(k, v), self.dropout if self.training else 0.0)
+        elif cache is None or positions is None:
             mixed = self._causal(q, k, v)
         else:
             all_k, all_v = cache.write(self.layer, k, v, positions)
@@ -101,12 +106,16 @@ class Attention(nn.Module):
         return self.o_proj(mixed.reshape(batch, length, -1))
 
     def _causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Full causal attention, [B, T, H, D]. Heads are repeated because not every fused kernel knows grouped queries."""
-        repeats = self.num_heads // self.num_kv_heads
-        k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
+        """Full causal attention, [B, T, H, D]."""
+        k, v = self._repeated(k, v)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         dropout = self.dropout if self.training else 0.0
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True).transpose(1, 2)
+
+    def _repeated(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T, H, D] of [B, T, K, D]: one key head per query head, because not every fused kernel knows grouped queries."""
+        repeats = self.num_heads // self.num_kv_heads
+        return k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
 
     def _cached(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         """Attention over keys and values [B, K, S', D] under `mask`, [B, T, H, D].
@@ -165,13 +174,18 @@ class Decoder(nn.Module):
         # The statistics hang on the last forward's graph, which can neither be copied nor pickled.
         return {**self.__dict__, "router_stats": []}
 
-    def forward(self, input_ids: Tensor, cache: KVCache | None = None, visible: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, cache: KVCache | None = None, visible: Tensor | None = None, packing: Packing | None = None
+    ) -> Tensor:
         """See `Backbone.hidden`."""
         length = input_ids.shape[1]
+        longest = length if packing is None else packing.longest
         limit = self.config.max_position_embeddings
-        if length > limit:
-            raise ParamsError(f"model.max_position_embeddings={limit}: must be >= {length}, the length of a sequence in use")
-        positions = None if cache is None else cache.positions(length)
+        if longest > limit:
+            raise ParamsError(f"model.max_position_embeddings={limit}: must be >= {longest}, the length of a sequence in use")
+        positions = None if packing is None else packing.positions
+        if cache is not None:
+            positions = cache.positions(length)
         rotation = self.rotation(torch.arange(length, device=input_ids.device) if positions is None else positions)
         mask = None
         if cache is not None and positions is not None and cache.max_length:
@@ -180,7 +194,7 @@ class Decoder(nn.Module):
         x = self.embed_tokens(input_ids)
         self.router_stats = []
         for block in self.layers:
-            args = (x, visible, rotation, cache, positions, mask)
+            args = (x, visible, rotation, cache, positions, mask, packing)
             recompute = self.gradient_checkpointing and torch.is_grad_enabled()
             x, stats = checkpoint(block, *args, use_reentrant=False) if recompute else block(*args)
             if stats is not None:
@@ -206,7 +220,14 @@ class Backbone(nn.Module):
                 else:
                     parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
-    def hidden(self, input_ids: Tensor, *, cache: KVCache | None = None, visible: Tensor | None = None) -> Tensor:
+    def hidden(
+        self,
+        input_ids: Tensor,
+        *,
+        cache: KVCache | None = None,
+        visible: Tensor | None = None,
+        packing: Packing | None = None,
+    ) -> Tensor:
         """Hidden states after the final norm, [B, T, W], fp32.
 
         Args:
@@ -214,11 +235,12 @@ class Backbone(nn.Module):
             cache: without one, positions are 0..T-1. With one, each row goes on at its own length: keys and values are
                 written behind it, and `cache.advance` makes them visible afterwards.
             visible: [B, T] bool, True where a token counts in the router's statistics; None counts all, padding included.
+            packing: where `input_ids` are those of a packing, [1, N]: each row has its own positions and sees itself alone.
 
         Raises:
             ParamsError: a position lies beyond model.max_position_embeddings.
         """
-        return self.model(input_ids, cache, visible)
+        return self.model(input_ids, cache, visible, packing)
 
     def router_aux_loss(self) -> Tensor:
         """Load-balancing loss of the last forward, summed over layers, scalar; 0 for a dense model or in evaluation mode."""

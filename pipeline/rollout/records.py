@@ -147,30 +147,25 @@ def without_tool_blocks(text: str) -> str:
     return _TOOL_BLOCK.sub(" ", text)
 
 
-def pad_trajectories(trajectories: Sequence[Trajectory], pad_id: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training tensors of trajectories, tokens shifted once, rows right-padded to the longest.
+def completion_tensors(trajectories: Sequence[Trajectory]) -> tuple[Tensor, Tensor, Tensor]:
+    """Training tensors of the ids behind the prompts, rows right-padded to the longest.
 
     Args:
         trajectories: B trajectories.
-        pad_id: Fills `input_ids` behind a row's end.
 
     Returns:
-        input_ids: [B, T] int64, every id of a row but its last.
-        labels: [B, T] int64, the id that follows; -100 where the policy did not sample it.
-        old_logprobs: [B, T] float32, of the sampling distribution; 0 where not sampled.
-        loss_mask: [B, T] bool, True = the policy sampled the label.
+        labels: [B, L] int64, the ids; -100 where the policy did not sample one.
+        old_logprobs: [B, L] float32, of the sampling distribution; 0 where not sampled.
+        loss_mask: [B, L] bool, True = the policy sampled the id.
     """
-    rows = [trajectory.prompt_ids + trajectory.ids for trajectory in trajectories]
-    width = max((len(row) for row in rows), default=1) - 1
-    input_ids = torch.full((len(rows), width), pad_id, dtype=torch.int64)
-    labels = torch.full((len(rows), width), IGNORED_LABEL, dtype=torch.int64)
-    old_logprobs = torch.zeros(len(rows), width)
-    loss_mask = torch.zeros(len(rows), width, dtype=torch.bool)
-    for index, (row, trajectory) in enumerate(zip(rows, trajectories, strict=True)):
-        start, stop = len(trajectory.prompt_ids) - 1, len(row) - 1
+    shape = len(trajectories), max((len(trajectory.ids) for trajectory in trajectories), default=0)
+    labels = torch.full(shape, IGNORED_LABEL, dtype=torch.int64)
+    old_logprobs = torch.zeros(shape)
+    loss_mask = torch.zeros(shape, dtype=torch.bool)
+    for index, trajectory in enumerate(trajectories):
+        length = len(trajectory.ids)
         sampled = torch.tensor(trajectory.sampled, dtype=torch.bool)
-        input_ids[index, :stop] = torch.tensor(row[:-1])
-        labels[index, start:stop] = torch.where(sampled, torch.tensor(trajectory.ids), IGNORED_LABEL)
-        old_logprobs[index, start:stop] = torch.where(sampled, torch.tensor(trajectory.logprobs), 0.0)
-        loss_mask[index, start:stop] = sampled
-    return input_ids, labels, old_logprobs, loss_mask
+        labels[index, :length] = torch.where(sampled, torch.tensor(trajectory.ids), IGNORED_LABEL)
+        old_logprobs[index, :length] = torch.where(sampled, torch.tensor(trajectory.logprobs), 0.0)
+        loss_mask[index, :length] = sampled
+    return labels, old_logprobs, loss_mask

@@ -148,7 +148,7 @@ def update_policy(
     trajectories = collected.trajectories
     allowed = [row for row, t in enumerate(trajectories) if settings.overlong.train_truncated or not t.truncated]
     rows = trained_rows(trajectories, allowed)
-    batches = list(micro_batches(trajectories, rows, settings.micro_batch_size, task.pad_id, device))
+    batches = list(micro_batches(trajectories, rows, settings.micro_batch_size, device))
     signal = bool(advantages[rows].any())
     metrics = {"train/zero_signal_steps": count_zero_signal(task, signal), "train/lr": updater.lr_at(step)}
     if not rows or not (signal or settings.kl_coef or settings.entropy_coef):

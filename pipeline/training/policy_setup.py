@@ -73,8 +73,8 @@ def open_group_task(start: Path, settings: Group, environment: Environment) -> R
     steps = total_steps(settings, environment.prompts)
     state = TrainState({"policy": policy}, {"policy": Updater(policy, settings, total_steps=steps)})
     rollout = open_rollout(policy, settings, environment, max_rows=settings.batch_size * settings.group_size)
-    text = environment.tokenizer.decode_all, environment.tokenizer.pad_id
-    return RolloutTask(state, policy, reference, environment.prompts, rollout, environment.score, *text, environment.warn)
+    decode = environment.tokenizer.decode_all
+    return RolloutTask(state, policy, reference, environment.prompts, rollout, environment.score, decode, environment.warn)
 
 
 def open_policies(start: Path, environment: Environment) -> tuple[CausalLM, CausalLM]:

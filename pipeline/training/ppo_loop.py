@@ -6,17 +6,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from pipeline.maths.advantages import whiten
 from pipeline.maths.metrics import combine
 from pipeline.maths.policy import ppo_policy_loss
 from pipeline.maths.value import explained_variance, gae, value_loss
 from pipeline.model.heads import ValueModel
+from pipeline.model.packing import Packing, pack
 from pipeline.params.schema import Ppo
 from pipeline.rollout.records import Trajectory
 from pipeline.training.device import Device
-from pipeline.training.objectives import real_positions
 from pipeline.training.rollouts import (
     Collected,
     MicroBatch,
@@ -50,7 +49,7 @@ class PpoTask(RolloutTask):
 
 @dataclass(slots=True)
 class Experience:
-    """A rollout's micro-batch with what was computed before the first update; all [B, T]."""
+    """A rollout's micro-batch with what was computed before the first update; all [B, L]."""
 
     batch: MicroBatch
     ref_logprobs: Tensor
@@ -106,9 +105,9 @@ def estimate(task: PpoTask, settings: Ppo, device: Device, collected: Collected)
     trajectories = collected.trajectories
     experience = []
     rows = range(len(trajectories))
-    for batch in micro_batches(trajectories, rows, settings.micro_batch_size, task.pad_id, device):
+    for batch in micro_batches(trajectories, rows, settings.micro_batch_size, device):
         reference, _ = sampled_logprobs(task.reference, batch, settings.temperature, device)
-        values = critic_values(task.critic, batch, device)
+        values = packed_values(task.critic, batch.packing, batch.before, device)
         rewards = last_token_rewards(collected.rewards[batch.rows].to(values.device), batch.loss_mask)
         if settings.kl_in_reward:
             rewards = rewards - settings.kl_coef * torch.where(batch.loss_mask, batch.old_logprobs - reference, 0.0)
@@ -118,7 +117,7 @@ def estimate(task: PpoTask, settings: Ppo, device: Device, collected: Collected)
             batch.loss_mask,
             gamma=settings.gamma,
             gae_lambda=settings.gae_lambda,
-            bootstrap_values=values_after(task, batch, trajectories, device) if settings.bootstrap_truncated else None,
+            bootstrap_values=values_after(task.critic, batch, trajectories, device) if settings.bootstrap_truncated else None,
         )
         experience.append(Experience(batch, reference, values, advantages, returns))
     experience = device.ranks.gather(experience)
@@ -137,29 +136,25 @@ def has_signal(collected: Collected, settings: Ppo) -> bool:
     return kl_in_reward or bool((collected.rewards != collected.rewards[0]).any())
 
 
-def values_after(task: PpoTask, batch: MicroBatch, trajectories: Sequence[Trajectory], device: Device) -> Tensor:
+def values_after(critic: ValueModel, batch: MicroBatch, trajectories: Sequence[Trajectory], device: Device) -> Tensor:
     """[B] what the critic expects after the last token of each truncated completion, 0 for those that ended by themselves."""
     after = torch.zeros(len(batch.rows), device=batch.labels.device)
     cut = [place for place, row in enumerate(batch.rows.tolist()) if trajectories[row].truncated]
     if not cut:
         return after
-    # `batch` lacks each row's last id, the one that is read here
+    # the batch's own packing lacks each row's last id, the one that is read here
     rows = [trajectories[int(batch.rows[place])] for place in cut]
-    full = [torch.tensor(row.prompt_ids + row.ids) for row in rows]
-    ids = pad_sequence(full, batch_first=True, padding_value=task.pad_id).to(after.device)
-    last = torch.tensor([len(row) - 1 for row in full], device=after.device)
-    visible = torch.arange(ids.shape[1], device=after.device) <= last[:, None]
-    with device.autocast():
-        values = task.critic(ids, visible=visible).float()
-    after[torch.tensor(cut, device=after.device)] = values[torch.arange(len(full), device=after.device), last]
+    packing = pack([row.prompt_ids for row in rows], [row.ids for row in rows], after.device)
+    places, lengths = torch.arange(len(rows)), torch.tensor([len(row.ids) for row in rows])
+    after[cut] = packed_values(critic, packing, packing.states[places, lengths], device)
     return after
 
 
-def critic_values(critic: ValueModel, batch: MicroBatch, device: Device) -> Tensor:
-    """The critic's values before each label, [B, T] fp32."""
+def packed_values(critic: ValueModel, packing: Packing, states: Tensor, device: Device) -> Tensor:
+    """The critic's values at `states` of a packing, of their shape, fp32."""
     with device.autocast():
-        values: Tensor = critic(batch.input_ids, visible=real_positions(batch.labels))
-    return values.float()
+        hidden = critic.hidden(packing.input_ids, packing=packing)[0]
+    return critic.scalar(hidden.index_select(0, states.flatten())).view_as(states)
 
 
 def sampled_tokens(experience: Sequence[Experience], name: str) -> Tensor:
@@ -168,7 +163,7 @@ def sampled_tokens(experience: Sequence[Experience], name: str) -> Tensor:
 
 
 def last_token_rewards(rewards: Tensor, loss_mask: Tensor) -> Tensor:
-    """[B] rewards placed at each row's last sampled token, [B, T], 0 elsewhere."""
+    """[B] rewards placed at each row's last sampled token, [B, L], 0 elsewhere."""
     positions = torch.arange(loss_mask.shape[1], device=loss_mask.device)
     last = torch.where(loss_mask, positions, -1).amax(dim=1, keepdim=True)
     return torch.where(positions == last, rewards[:, None], 0.0)
@@ -256,7 +251,7 @@ def accumulate_gradients(
     """
     num_tokens = sum(collected.trajectories[row].num_sampled for row in chosen)
     parts = []
-    for batch in micro_batches(collected.trajectories, chosen, settings.micro_batch_size, task.pad_id, device):
+    for batch in micro_batches(collected.trajectories, chosen, settings.micro_batch_size, device):
         known = [gather_rows(batch, located, name) for name in ("ref_logprobs", "advantages", "old_values", "returns")]
         reference, advantages, old_values, returns = known
         logprobs, entropy = sampled_logprobs(
@@ -275,7 +270,7 @@ def accumulate_gradients(
             entropy_coef=settings.entropy_coef,
             num_tokens=num_tokens,
         )
-        values = critic_values(task.critic, batch, device)
+        values = packed_values(task.critic, batch.packing, batch.before, device)
         critic_loss, value_counted = value_loss(
             values, old_values, returns, batch.loss_mask, value_clip_eps=settings.value_clip_eps, num_tokens=num_tokens
         )
@@ -290,7 +285,7 @@ def accumulate_gradients(
 
 
 def gather_rows(batch: MicroBatch, located: dict[int, tuple[Experience, int]], name: str) -> Tensor:
-    """The rows of an `Experience` field that `batch` holds, cut or zero-padded to its length, [B, T]."""
+    """The rows of an `Experience` field that `batch` holds, cut or zero-padded to its length, [B, L]."""
     width = batch.labels.shape[1]
     gathered = batch.old_logprobs.new_zeros(len(batch.rows), width)
     for place, row in enumerate(batch.rows.tolist()):

@@ -22,5 +22,5 @@ def open_ppo_task(start: Path, settings: Ppo, environment: Environment) -> PpoTa
     }
     state = TrainState({"policy": policy, "critic": critic}, updaters)
     rollout = open_rollout(policy, settings, environment, max_rows=settings.batch_size)
-    text = environment.tokenizer.decode_all, environment.tokenizer.pad_id
-    return PpoTask(state, policy, reference, environment.prompts, rollout, environment.score, *text, environment.warn, critic)
+    decode = environment.tokenizer.decode_all
+    return PpoTask(state, policy, reference, environment.prompts, rollout, environment.score, decode, environment.warn, critic)

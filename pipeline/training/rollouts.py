@@ -1,7 +1,7 @@
 """What grpo, agent and ppo share: the loop, scored rollouts, forward passes over them, and the metrics that describe them."""
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,12 +13,12 @@ from pipeline.data.prompts import PromptTask
 from pipeline.maths.logprobs import token_logprobs
 from pipeline.maths.metrics import combine
 from pipeline.model.moe import MixtureOfExperts
+from pipeline.model.packing import Packing, pack
 from pipeline.model.transformer import Backbone, CausalLM
 from pipeline.params.schema import Sampling
 from pipeline.rewards.scoring import Scored
-from pipeline.rollout.records import StopReason, Trajectory, pad_trajectories
+from pipeline.rollout.records import StopReason, Trajectory, completion_tensors
 from pipeline.training.device import Device
-from pipeline.training.objectives import real_positions
 from pipeline.training.ranks import ALONE, Ranks
 from pipeline.training.state import Recorder, TrainState, run_steps
 
@@ -51,7 +51,6 @@ class RolloutTask:
     rollout: Rollout
     score: Scorer
     decode: Callable[[Sequence[int]], str]
-    pad_id: int
     warn: Callable[[str], None]
 
 
@@ -152,30 +151,36 @@ def collect(tasks: list[PromptTask], keys: Sequence[int], rollout: Rollout, scor
 
 @dataclass(slots=True)
 class MicroBatch:
-    """Right-padded rows of a step, aligned to labels; `rows` index the step's trajectories."""
+    """Rows of a step, packed, and their ids behind the prompts; `rows` index the step's trajectories."""
 
     rows: Tensor  # [B]
-    input_ids: Tensor  # [B, T]
-    labels: Tensor  # [B, T], -100 where the policy did not write the token
-    old_logprobs: Tensor  # [B, T]
-    loss_mask: Tensor  # [B, T], True = the policy wrote the token
+    packing: Packing  # of all ids but each row's last
+    labels: Tensor  # [B, L], -100 where the policy did not write the token
+    old_logprobs: Tensor  # [B, L]
+    loss_mask: Tensor  # [B, L], True = the policy wrote the token
+
+    @property
+    def before(self) -> Tensor:
+        """[B, L] which token of the packing stands before each label."""
+        return self.packing.states[:, : self.labels.shape[1]]
 
 
 def trained_rows(trajectories: Sequence[Trajectory], rows: Iterable[int]) -> list[int]:
-    """Those of `rows` with a sampled token, shortest first."""
-    kept = [row for row in rows if trajectories[row].num_sampled]
-    return sorted(kept, key=lambda row: len(trajectories[row].prompt_ids) + len(trajectories[row].ids))
+    """Those of `rows` with a sampled token."""
+    return [row for row in rows if trajectories[row].num_sampled]
 
 
-def micro_batches(
-    trajectories: Sequence[Trajectory], rows: Sequence[int], size: int, pad_id: int, device: Device
-) -> Iterator[MicroBatch]:
-    """Cuts this rank's share of the `trained_rows` into micro-batches of similar length, at most `size` rows each."""
-    kept = list(device.ranks.mine(trained_rows(trajectories, rows)))
+def micro_batches(trajectories: Sequence[Trajectory], rows: Sequence[int], size: int, device: Device) -> Iterator[MicroBatch]:
+    """Cuts this rank's share of the `trained_rows` into micro-batches of at most `size` rows; rows of one prompt together."""
+    groups: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+    for row in trained_rows(trajectories, rows):
+        groups[tuple(trajectories[row].prompt_ids)].append(row)
+    kept = [row for group in device.ranks.mine(groups.values()) for row in group]
     for start in range(0, len(kept), size):
         part = kept[start : start + size]
-        tensors = pad_trajectories([trajectories[row] for row in part], pad_id)
-        yield MicroBatch(torch.tensor(part), *(tensor.to(device.device) for tensor in tensors))
+        chosen = [trajectories[row] for row in part]
+        packing = pack([row.prompt_ids for row in chosen], [row.ids[:-1] for row in chosen], device.device)
+        yield MicroBatch(torch.tensor(part), packing, *(tensor.to(device.device) for tensor in completion_tensors(chosen)))
 
 
 def without_dropout(model: Backbone) -> None:
@@ -189,10 +194,19 @@ def without_dropout(model: Backbone) -> None:
 def sampled_logprobs(
     model: CausalLM, batch: MicroBatch, temperature: float, device: Device, *, entropy_grad: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs [B, T] of the sampled tokens under the distribution at `temperature`, and its entropy [B, T]."""
+    """Logprobs [B, L] of the sampled tokens under the distribution at `temperature`, and its entropy [B, L]; 0 elsewhere."""
+    wanted = batch.loss_mask
     with device.autocast():
-        hidden = model.hidden(batch.input_ids, visible=real_positions(batch.labels))
-    return token_logprobs(hidden, model.lm_head.weight, batch.labels, temperature=temperature, entropy_grad=entropy_grad)
+        hidden = model.hidden(batch.packing.input_ids, packing=batch.packing)[0]
+    logprobs, entropy = token_logprobs(
+        hidden.index_select(0, batch.before[wanted]),
+        model.lm_head.weight,
+        batch.labels[wanted],
+        temperature=temperature,
+        entropy_grad=entropy_grad,
+    )
+    empty = logprobs.new_zeros(wanted.shape)
+    return empty.masked_scatter(wanted, logprobs), empty.masked_scatter(wanted, entropy)
 
 
 def router_balance(share: float, *models: Backbone) -> tuple[Tensor, dict[str, float]]:
