@@ -21,6 +21,7 @@ from pipeline.model.config import ModelConfig, num_parameters
 from pipeline.model.heads import RewardModel, ValueModel
 from pipeline.model.interop import qwen3_config, stack_experts, unstack_experts
 from pipeline.model.moe import MixtureOfExperts
+from pipeline.model.norm import RMSNorm
 from pipeline.model.rope import apply_rope, rope_frequencies, rope_tables
 from pipeline.model.transformer import CausalLM
 from pipeline.params.schema import ModelParams, RopeScaling
@@ -475,3 +476,22 @@ def test_reward_scores_equal_transformers():
     with torch.no_grad():
         expected = twin(ids, attention_mask=ids != 0).logits[:, 0]
         torch.testing.assert_close(model(ids, lengths - 1), expected, **CLOSE)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**31), scale=st.sampled_from([1e-4, 1.0, 1e4]), shape=st.sampled_from([(8,), (3, 8), (2, 5, 3, 8)]))
+def test_the_norm_and_its_gradients_are_the_formulas(seed: int, scale: float, shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    norm = RMSNorm(8, 1e-6)
+    x, grad = ((torch.randn(shape, generator=generator) * scale).requires_grad_(), torch.randn(shape, generator=generator))
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(8, generator=generator))
+    ours = norm(x)
+    gradients = torch.autograd.grad(ours, (x, norm.weight), grad)
+    exact_x, exact_weight = x.detach().double().requires_grad_(), norm.weight.detach().double().requires_grad_()
+    exact = exact_x / (exact_x.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt() * exact_weight
+    expected = torch.autograd.grad(exact, (exact_x, exact_weight), grad.double())
+    torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-6)
+    for got, want in zip(gradients, expected, strict=True):
+        size = max(float(want.abs().max()), 1e-12)
+        torch.testing.assert_close(got.double() / size, want / size, rtol=0, atol=1e-5)

@@ -15,23 +15,11 @@ from pipeline.errors import ParamsError
 from pipeline.model.config import ModelConfig
 from pipeline.model.kv_cache import KVCache
 from pipeline.model.moe import MixtureOfExperts, RouterStats, SwiGLU
+from pipeline.model.norm import RMSNorm
 from pipeline.model.packing import Packing
 from pipeline.model.rope import apply_rope, rope_tables
 
 INIT_STD = 0.02
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm (arXiv:1910.07467) in fp32; the output is fp32 and whoever multiplies it next casts it."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., size] in, [..., size] out."""
-        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps)
 
 
 class Rotation(nn.Module):
