@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -265,6 +266,18 @@ def test_similar_lengths_share_a_batch(build, tokenizer):
     lengths = [int(batch.labels.shape[1]) for batch in made]
     assert lengths != sorted(lengths)
     assert np.corrcoef(lengths, range(len(lengths)))[0, 1] < 0.5  # batches come in no order of length
+
+
+def test_chats_are_batched_by_what_an_epoch_makes_of_them(build, tokenizer):
+    """Of one pool no row is longer than the shortest of the next batch, augmentation included."""
+    _, encoded = build("full_sft", chats(250))
+    chances = {"system_prompt_frac": 0.5, "drop_empty_think_frac": 0.5}
+    batches = SupervisedBatches(encoded / "train.arrow", batch_size=8, seed=4, tokenizer=tokenizer, **chances)
+    for epoch in (0, 1, 0):
+        made = [batches.batch(epoch, index) for index in range(batches.batches_per_epoch)]
+        ranges = sorted((min(lengths), max(lengths)) for batch in made if (lengths := [len(ids) for ids, _ in sequences(batch)]))
+        assert len(ranges) > 20 and ranges[0][0] < ranges[-1][1]
+        assert all(longest <= shortest for (_, longest), (shortest, _) in pairwise(ranges))
 
 
 def test_in_order_is_every_row_as_stored(build, tokenizer):

@@ -4,7 +4,7 @@ Dimensions: B sequences, T positions. `batch(epoch, index)` is a function of the
 order, with which augmentation. So nothing needs saving to resume, and skipping costs nothing.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from pipeline.text.chat import ChatEncoder
 from pipeline.text.system_prompts import SYSTEM_PROMPTS
 from pipeline.text.tokenizer import Tokenizer
 
-POOL_BATCHES = 32
+POOL_BATCHES = 64
 
 Ints = NDArray[Any]
 
@@ -128,26 +128,28 @@ class SupervisedBatches:
             self._takes_system = self._table["takes_system"].to_numpy()
             encoder = ChatEncoder(tokenizer)
             self._system_prompts = [np.asarray(encoder.encode_system(prompt), np.int32) for prompt in SYSTEM_PROMPTS]
+            self._think_lengths = self._empty_thinks.span_lengths()
         self._seed, self._pad_id = seed, tokenizer.pad_id
         self._system_prompt_frac, self._drop_empty_think_frac = system_prompt_frac, drop_empty_think_frac
-        self._plan = _Plan(self._ids.lengths, batch_size, seed)
+        self._plan = _Plan(len(self._ids.lengths), batch_size, seed)
         self._draws: tuple[int, Ints, Ints] | None = None
         self.batches_per_epoch = self._plan.batches_per_epoch
 
     def batch(self, epoch: int, index: int) -> Batch:
         """Batch `index` (0 <= index < batches_per_epoch) of an epoch: the same whenever it is asked for."""
-        rows = self._plan.rows(epoch, index)
         if not self._chats:
+            rows = self._plan.rows(epoch, index, lambda: self._ids.lengths)
             return self._make(rows, [self._plain(row) for row in rows])
         if self._draws is None or self._draws[0] != epoch:
             size = len(self._ids.lengths)
             self._draws = epoch, self._draw_systems(epoch, size), _draw(self._seed, epoch, self._drop_empty_think_frac, size)
         _, systems, drops = self._draws
+        rows = self._plan.rows(epoch, index, lambda: self._augmented_lengths(systems, drops))
         return self._make(rows, [self._augmented(row, systems[row], bool(drops[row])) for row in rows])
 
     def in_order(self) -> Iterator[Batch]:
         """Every row once, shortest first, as stored: for validation."""
-        for rows in self._plan.by_length():
+        for rows in self._plan.by_length(self._ids.lengths):
             yield self._make(rows, [self._plain(row) for row in rows])
 
     def _draw_systems(self, epoch: int, size: int) -> Ints:
@@ -168,6 +170,11 @@ class SupervisedBatches:
             prompt = self._system_prompts[system]
             ids, trained = np.concatenate([prompt, ids]), np.concatenate([np.zeros(len(prompt), np.uint8), trained])
         return ids, trained
+
+    def _augmented_lengths(self, systems: Ints, drops: Ints) -> Ints:
+        """[rows] ids of each row with what an epoch puts in front of it and leaves out."""
+        added = np.array([*map(len, self._system_prompts), 0])[systems]  # -1 is the last
+        return self._ids.lengths + added - np.where(drops, self._think_lengths, 0)
 
     def _make(self, rows: Ints, sequences: Sequence[tuple[Ints, Ints]]) -> Batch:
         input_ids, labels, num_trained = _shift_and_pad(sequences, self._pad_id)
@@ -201,7 +208,8 @@ class PairBatches:
         ]
         self._seed, self._pad_id = seed, tokenizer.pad_id
         self._drop_empty_think_frac = drop_empty_think_frac
-        self._plan = _Plan(np.maximum(*(ids.lengths for ids, _, _ in self._sides)), batch_size, seed)
+        self._lengths = np.maximum(*(ids.lengths for ids, _, _ in self._sides))
+        self._plan = _Plan(len(self._lengths), batch_size, seed)
         self._draws: tuple[int, Ints] | None = None
         self.batches_per_epoch = self._plan.batches_per_epoch
 
@@ -209,7 +217,7 @@ class PairBatches:
         """Batch `index` (0 <= index < batches_per_epoch) of an epoch: the same whenever it is asked for."""
         if self._draws is None or self._draws[0] != epoch:
             self._draws = epoch, _draw(self._seed, epoch, self._drop_empty_think_frac, self._table.num_rows)
-        return self._make(self._plan.rows(epoch, index), self._draws[1])
+        return self._make(self._plan.rows(epoch, index, lambda: self._lengths), self._draws[1])
 
     @property
     def num_rows(self) -> int:
@@ -219,7 +227,7 @@ class PairBatches:
     def in_order(self, *, dropped: bool = False) -> Iterator[PairBatch]:
         """Every pair once, shortest first, as stored or with all empty think blocks left out: for validation, and references."""
         drops = np.full(self._table.num_rows, dropped)
-        for rows in self._plan.by_length():
+        for rows in self._plan.by_length(self._lengths):
             yield self._make(rows, drops)
 
     def _make(self, rows: Ints, drops: Ints) -> PairBatch:
@@ -247,31 +255,39 @@ class _Ragged:
         view: Ints = self._values[chunk][start:end]
         return view
 
+    def span_lengths(self) -> Ints:
+        """Per row the sum of the lengths of its [start, end) ranges, which lie flattened in it."""
+        parts = zip(self._values, self._offsets, strict=True)
+        ranges = np.concatenate([values[offsets[0] : offsets[-1]] for values, offsets in parts]).reshape(-1, 2)
+        sums = np.cumsum(np.concatenate([[0], ranges[:, 1] - ranges[:, 0]]))
+        ends = np.cumsum(self.lengths) // 2
+        return sums[ends] - sums[ends - self.lengths // 2]
+
 
 class _Plan:
     """Which rows make up which batch: similar lengths together, everything else at random."""
 
-    def __init__(self, lengths: Ints, batch_size: int, seed: int) -> None:
-        self._lengths, self._batch_size, self._seed = lengths, batch_size, seed
+    def __init__(self, size: int, batch_size: int, seed: int) -> None:
+        self._size, self._batch_size, self._seed = size, batch_size, seed
         self._epoch: tuple[int, list[Ints]] | None = None
-        self.batches_per_epoch = -(-len(lengths) // batch_size)
+        self.batches_per_epoch = -(-size // batch_size)
 
-    def rows(self, epoch: int, index: int) -> Ints:
-        """Row numbers of a batch."""
+    def rows(self, epoch: int, index: int, lengths: Callable[[], Ints]) -> Ints:
+        """Row numbers of a batch; `lengths` gives the [rows] lengths in this epoch, asked for once per epoch."""
         if not 0 <= index < self.batches_per_epoch:
             raise IndexError(f"batch {index} of {self.batches_per_epoch}")
         if self._epoch is None or self._epoch[0] != epoch:
-            self._epoch = epoch, self._shuffled(epoch)
+            self._epoch = epoch, self._shuffled(epoch, lengths())
         return self._epoch[1][index]
 
-    def by_length(self) -> list[Ints]:
+    def by_length(self, lengths: Ints) -> list[Ints]:
         """All rows in batches, shortest first."""
-        return self._cut(np.argsort(self._lengths, kind="stable"))
+        return self._cut(np.argsort(lengths, kind="stable"))
 
-    def _shuffled(self, epoch: int) -> list[Ints]:
-        order = permutation(self._seed, epoch, "rows", len(self._lengths))
-        pools = np.arange(len(order)) // (self._batch_size * POOL_BATCHES)
-        batches = self._cut(order[np.lexsort((self._lengths[order], pools))])
+    def _shuffled(self, epoch: int, lengths: Ints) -> list[Ints]:
+        order = permutation(self._seed, epoch, "rows", self._size)
+        pools = np.arange(self._size) // (self._batch_size * POOL_BATCHES)
+        batches = self._cut(order[np.lexsort((lengths[order], pools))])
         return [batches[index] for index in permutation(self._seed, epoch, "batches", len(batches))]
 
     def _cut(self, order: Ints) -> list[Ints]:
