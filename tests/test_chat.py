@@ -285,6 +285,13 @@ def test_removing_empty_thinks_is_removing_text(
 
 
 @NO_DEADLINE
+@given(chats=st.lists(st.tuples(_conversations(PLAIN, THINKS), TOOLS), max_size=4), repeated=st.booleans())
+def test_many_at_once_are_each_alone(encoder: ChatEncoder, chats: list[Any], repeated: bool) -> None:
+    chats = chats * (1 + repeated)
+    assert encoder.encode_all(chats) == [encoder.encode(messages, tools) for messages, tools in chats]
+
+
+@NO_DEADLINE
 @given(messages=_conversations(PLAIN, THINKS))
 def test_adopted_tokenizer_offers_only_exact_removals(foreign_auto: Any, foreign_folder: Path, messages: list[dict]) -> None:
     encoded = ChatEncoder(load_tokenizer(foreign_folder)).encode(messages)

@@ -477,7 +477,10 @@ class Length:
 class LetterEncoder:
     """One token per character; the answer and two closing tokens are trained, as in a real chat."""
 
-    def encode(self, messages: Any, tools: Any = None) -> EncodedChat:
+    def encode_all(self, chats: Any) -> list[EncodedChat]:
+        return [self.encode(messages) for messages, tools in chats if tools is None]
+
+    def encode(self, messages: Any) -> EncodedChat:
         *history, last = messages
         before = [3 + ord(c) % 20 for message in history for c in message["content"]]
         answer = [3 + ord(c) % 20 for c in last["content"]] + [2, 4]

@@ -4,7 +4,7 @@ Nothing random happens here. What the augmentations need (where removable think 
 front) is stored beside the ids, and a batch splices.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -99,11 +99,13 @@ def _encode_rows(
         return
     encoder = ChatEncoder(tokenizer)
     longest_system = max(len(encoder.encode_system(prompt)) for prompt in SYSTEM_PROMPTS)
-    for row in rows:
+    for chunk in _chunks(rows):
         if kind is Kind.PAIRS:
-            yield row["line"], _pair(encoder, row, max_seq_len)
+            chats = iter(encoder.encode_all([(row[side], row["tools"]) for row in chunk for side in SIDES]))
+            yield from ((row["line"], _pair({side: next(chats) for side in SIDES}, max_seq_len)) for row in chunk)
         else:
-            yield row["line"], _chat(encoder, tokenizer, row, max_seq_len, longest_system)
+            chats = iter(encoder.encode_all([(row["conversations"], row["tools"]) for row in chunk]))
+            yield from ((row["line"], _chat(next(chats), tokenizer, row, max_seq_len, longest_system)) for row in chunk)
 
 
 def _documents(ids: list[int], text: str, max_seq_len: int) -> Iterator[Columns]:
@@ -115,10 +117,7 @@ def _documents(ids: list[int], text: str, max_seq_len: int) -> Iterator[Columns]
         yield {"ids": ids[start:end], "num_bytes": share}
 
 
-def _chat(
-    encoder: ChatEncoder, tokenizer: Tokenizer, row: dict[str, Any], max_seq_len: int, longest_system: int
-) -> Columns | str:
-    chat = encoder.encode(row["conversations"], row["tools"])
+def _chat(chat: EncodedChat, tokenizer: Tokenizer, row: dict[str, Any], max_seq_len: int, longest_system: int) -> Columns | str:
     takes_system = row["conversations"][0]["role"] != "system"  # which also means: no tools
     length = len(chat.ids) + longest_system * takes_system
     if length > max_seq_len:
@@ -130,8 +129,7 @@ def _chat(
     return _chat_columns(chat) | {"takes_system": takes_system, "num_bytes": len(text.encode("utf-8"))}
 
 
-def _pair(encoder: ChatEncoder, row: dict[str, Any], max_seq_len: int) -> Columns | str:
-    chats = {side: encoder.encode(row[side], row["tools"]) for side in SIDES}
+def _pair(chats: Mapping[str, EncodedChat], max_seq_len: int) -> Columns | str:
     for side, chat in chats.items():
         if len(chat.ids) > max_seq_len:
             return f"{side} has {len(chat.ids)} tokens > max_seq_len={max_seq_len}"

@@ -44,7 +44,7 @@ class TrainedRewardModel:
     @torch.no_grad()
     def score(self, items: Sequence[tuple[Messages, str]]) -> list[float]:
         """Scores read at the last trained token of each conversation, as in training; rows of like length share a batch."""
-        rows = [self._encode(messages, answer) for messages, answer in items]
+        rows = self._encode(items)
         order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
         scores = [0.0] * len(rows)
         for start in range(0, len(order), self.batch_size):
@@ -53,11 +53,15 @@ class TrainedRewardModel:
                 scores[row] = (raw - self.offset) / self.scale
         return scores
 
-    def _encode(self, messages: Messages, answer: str) -> list[int]:
-        chat = self.encoder.encode([*messages, {"role": "assistant", "content": answer, "reasoning_content": ""}])
-        # Labels are inputs shifted by one: the last trained label stands at the position before its own token.
-        end = max(position for position, trained in enumerate(chat.trained) if trained)
-        return chat.ids[:end][-self.max_len :]
+    def _encode(self, items: Sequence[tuple[Messages, str]]) -> list[list[int]]:
+        rows = []
+        for chat in self.encoder.encode_all(
+            [([*messages, {"role": "assistant", "content": answer, "reasoning_content": ""}], None) for messages, answer in items]
+        ):
+            # Labels are inputs shifted by one: the last trained label stands at the position before its own token.
+            end = max(position for position, trained in enumerate(chat.trained) if trained)
+            rows.append(chat.ids[:end][-self.max_len :])
+        return rows
 
     def _raw_scores(self, rows: Sequence[list[int]]) -> list[float]:
         device = next(self.model.parameters()).device
