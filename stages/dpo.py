@@ -55,9 +55,9 @@ def main() -> None:
         panel = greedy_panel(model, tokenizer, device, pair_prompts(held_out), max_new_tokens=96)
         if settings.reference == "cached":
             known = digests(Path.cwd(), [ENCODED, SFT, "data/code/dpo.json"])
-            identity = f"{known} {device.autocast_dtype}"
-            dropping = settings.drop_empty_think_frac > 0
-            scores = cached_reference(reference, [train, held_out], device, SCRATCH, identity, with_dropped=dropping)
+            draws = settings.seed, settings.epochs, settings.drop_empty_think_frac
+            identity = f"{known} {draws} {device.autocast_dtype}"
+            scores = cached_reference(reference, train, held_out, device, SCRATCH, identity, epochs=settings.epochs)
         else:
             scores = live_reference(reference, device)
         objective = DirectPreference(model, scores, device, settings)

@@ -429,7 +429,7 @@ def test_cached_references_are_the_live_ones(sets: Path, tokenizer: Tokenizer, t
     frozen.hidden = lambda *args, **kw: calls.append(1) or hidden(*args, **kw)  # type: ignore[method-assign]
 
     def opened() -> Any:
-        return cached_reference(frozen, [train, held_out], CPU, tmp_path / "reference", "model 1", with_dropped=True)
+        return cached_reference(frozen, train, held_out, CPU, tmp_path / "reference", "model 1", epochs=2)
 
     cached = opened()
     scored, calls[:] = len(calls), []
@@ -440,6 +440,7 @@ def test_cached_references_are_the_live_ones(sets: Path, tokenizer: Tokenizer, t
     assert {dropped for batch in batches for dropped in batch.dropped} == {False, True}
     for batch, values in zip([*batches, *held_out.in_order()], looked_up, strict=True):
         torch.testing.assert_close(values, live(batch), atol=1e-4, rtol=1e-5)
+    assert scored == len(list(train.of_epochs(2))) + len(list(held_out.in_order()))  # what is asked for, and no more
     calls.clear()
     opened()
     assert calls == []  # kept on disk

@@ -149,7 +149,7 @@ class SupervisedBatches:
 
     def in_order(self) -> Iterator[Batch]:
         """Every row once, shortest first, as stored: for validation."""
-        for rows in self._plan.by_length(self._ids.lengths):
+        for rows in self._plan.cut(np.argsort(self._ids.lengths, kind="stable")):
             yield self._make(rows, [self._plain(row) for row in rows])
 
     def _draw_systems(self, epoch: int, size: int) -> Ints:
@@ -224,11 +224,20 @@ class PairBatches:
         """Pairs in the file."""
         return int(self._table.num_rows)
 
-    def in_order(self, *, dropped: bool = False) -> Iterator[PairBatch]:
-        """Every pair once, shortest first, as stored or with all empty think blocks left out: for validation, and references."""
-        drops = np.full(self._table.num_rows, dropped)
-        for rows in self._plan.by_length(self._lengths):
-            yield self._make(rows, drops)
+    def in_order(self) -> Iterator[PairBatch]:
+        """Every pair once, shortest first, as stored: for validation."""
+        return self._each(np.arange(self.num_rows), dropped=False)
+
+    def of_epochs(self, epochs: int) -> Iterator[PairBatch]:
+        """Every pair once in each form that any of the epochs gives it, as stored or without empty think blocks."""
+        draws = [_draw(self._seed, epoch, self._drop_empty_think_frac, self.num_rows) for epoch in range(epochs)]
+        for dropped in (False, True):
+            yield from self._each(np.flatnonzero((np.array(draws) == dropped).any(axis=0)), dropped=dropped)
+
+    def _each(self, rows: Ints, *, dropped: bool) -> Iterator[PairBatch]:
+        order = rows[np.argsort(self._lengths[rows], kind="stable")]
+        for part in self._plan.cut(order):
+            yield self._make(part, np.full(self.num_rows, dropped))
 
     def _make(self, rows: Ints, drops: Ints) -> PairBatch:
         sequences = [
@@ -280,18 +289,15 @@ class _Plan:
             self._epoch = epoch, self._shuffled(epoch, lengths())
         return self._epoch[1][index]
 
-    def by_length(self, lengths: Ints) -> list[Ints]:
-        """All rows in batches, shortest first."""
-        return self._cut(np.argsort(lengths, kind="stable"))
+    def cut(self, order: Ints) -> list[Ints]:
+        """Rows in batches, in this order."""
+        return np.split(order, range(self._batch_size, len(order), self._batch_size)) if len(order) else []
 
     def _shuffled(self, epoch: int, lengths: Ints) -> list[Ints]:
         order = permutation(self._seed, epoch, "rows", self._size)
         pools = np.arange(self._size) // (self._batch_size * POOL_BATCHES)
-        batches = self._cut(order[np.lexsort((lengths[order], pools))])
+        batches = self.cut(order[np.lexsort((lengths[order], pools))])
         return [batches[index] for index in permutation(self._seed, epoch, "batches", len(batches))]
-
-    def _cut(self, order: Ints) -> list[Ints]:
-        return np.split(order, range(self._batch_size, len(order), self._batch_size))
 
 
 def _read_table(path: Path) -> pa.Table:

@@ -1,6 +1,6 @@
 """Direct preference optimisation: what dpo minimises, and where it has the reference's logprobs from."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from hashlib import sha256
 from pathlib import Path
 
@@ -66,22 +66,24 @@ def live_reference(model: CausalLM, device: Device) -> Reference:
 
 
 def cached_reference(
-    model: CausalLM, sets: Sequence[PairBatches], device: Device, scratch: Path, identity: str, *, with_dropped: bool
+    model: CausalLM, train: PairBatches, held_out: PairBatches, device: Device, scratch: Path, identity: str, *, epochs: int
 ) -> Reference:
     """Looks the logprobs up in a table that is computed once, before training, and kept in `scratch`.
 
     Args:
         model: the frozen reference.
-        sets: every set that will be asked for.
+        train: pairs that are asked for as `epochs` epochs draw them.
+        held_out: pairs that are asked for as stored.
         scratch: folder of such tables; a damaged one is made again.
-        identity: everything that decides the logprobs: model, data, code and precision.
-        with_dropped: whether pairs will be asked for without their empty think blocks, too.
+        identity: everything that decides the logprobs: model, data, draws, code and precision.
     """
-    name = sha256(f"{identity} {with_dropped}".encode()).hexdigest()[:16]
-    path = scratch / f"{name}.pt"
+    path = scratch / f"{sha256(identity.encode()).hexdigest()[:16]}.pt"
     tables = _read_tables(path)
     if tables is None:
-        tables = {pairs.split: _score_all(model, pairs, device, with_dropped=with_dropped) for pairs in sets}
+        tables = {
+            train.split: _score(model, train, train.of_epochs(epochs), device),
+            held_out.split: _score(model, held_out, held_out.in_order(), device),
+        }
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, lambda file: torch.save(tables, file))
 
@@ -92,12 +94,12 @@ def cached_reference(
 
 
 @torch.no_grad()
-def _score_all(model: CausalLM, pairs: PairBatches, device: Device, *, with_dropped: bool) -> Tensor:
-    """[2, rows, 2] fp32: as stored and without empty think blocks (0 where not wanted), per pair, chosen and rejected."""
+def _score(model: CausalLM, pairs: PairBatches, batches: Iterable[PairBatch], device: Device) -> Tensor:
+    """[2, rows, 2] fp32: as stored and without empty think blocks (0 where not in `batches`), per pair, chosen and rejected."""
     table = torch.zeros(2, pairs.num_rows, 2)
-    for dropped in (False, True) if with_dropped else (False,):
-        for batch in pairs.in_order(dropped=dropped):
-            table[int(dropped), batch.rows] = answer_logprobs(model, batch, device).view(2, -1).T.float().cpu()
+    for batch in batches:
+        logprobs = answer_logprobs(model, batch, device).view(2, -1).T.float().cpu()
+        table[torch.tensor(batch.dropped).long(), batch.rows] = logprobs
     return table
 
 
