@@ -210,7 +210,11 @@ def test_trajectories_advance_together_and_keep_their_order(tokenizer: Tokenizer
     assert keys[0][0] == keys[0][3]  # one key, one stream
     assert len({key for turn in keys for key in turn}) == 6  # every turn and every key has a stream of its own
     assert keys[2] == play(tokenizer, [[], [], [TIME + END, MATH + END, END]], tasks=[make_task(2)], keys=[9])[1].calls[2]["keys"]
-    assert all(call["temperature"] == 0.8 and call["greedy"] is False for call in script.calls)
+    assert all(call["temperature"] == 0.8 for call in script.calls)
+    assert [call["greedy"] for call in script.calls] == [[False] * 4, [False] * 2, [False]]
+    # a flag per row goes with its row
+    flags = play(tokenizer, texts, greedy=[True, False, True, False])[1].calls
+    assert [call["greedy"] for call in flags] == [[True, False, True, False], [False, True], [True]]
 
 
 def test_open_thinking_goes_on_in_every_turn(tokenizer: Tokenizer) -> None:

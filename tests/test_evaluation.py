@@ -188,10 +188,10 @@ class ScriptedEngine:
     def __init__(self, tokenizer: Tokenizer, script: list[list[str]]) -> None:
         self.tokenizer, self.script = tokenizer, list(script)
         self.keys: list[list[int]] = []
-        self.greedy: list[bool] = []
+        self.greedy: list[bool | list[bool]] = []
 
     def generate(
-        self, prompts: Any, *, keys: Any, max_new_tokens: Any, temperature: float, greedy: bool = False, **_: Any
+        self, prompts: Any, *, keys: Any, max_new_tokens: Any, temperature: float, greedy: Any = False, **_: Any
     ) -> list[Completion]:
         assert temperature == 0.7
         self.keys.append(list(keys))
@@ -226,12 +226,12 @@ def empty_panel(**parts: Any) -> Any:
 def test_questions_count_equal_replies_and_ends(tokenizer: Tokenizer) -> None:
     questions = [Question([1, 5], reference) for reference in ("Red.", "blue", "green", "dog")]
     sampled, greedy = ["red", "blue...", "gr een", "Dog!"], ["x", "blue", "green", "dog"]
-    engine = ScriptedEngine(tokenizer, [sampled, greedy])
+    engine = ScriptedEngine(tokenizer, [sampled + greedy])
     values = make_examiner(tokenizer, empty_panel(questions=questions)).questions(engine).values
     assert values == {"qa_exact": [1, 1, 0, 1], "stops_frac": [1, 0, 1, 1], "qa_exact_greedy": [0, 1, 1, 1]}
-    assert engine.greedy == [False, True]
+    assert engine.greedy == [[False] * 4 + [True] * 4]  # one call: every question is read once
     assert len(set(engine.keys[0])) == 4  # a seed per row, the same for every model
-    again = ScriptedEngine(tokenizer, [sampled, greedy])
+    again = ScriptedEngine(tokenizer, [sampled + greedy])
     make_examiner(tokenizer, empty_panel(questions=questions)).questions(again)
     assert again.keys == engine.keys
 
@@ -253,11 +253,12 @@ def test_tools_count_final_answers_and_valid_calls(tokenizer: Tokenizer) -> None
     call = '<call>{{"name": "calculate_math", "arguments": {{"expression": "{}"}}}}</call>'.format
     first = [call("6*7") + call("2+3"), call("6*7") + call("2+3"), "42 and 5", call("6*"), call("6*7") + "<call>no json</call>"]
     second = ["42 and 5", "42 only", "42 and 5", "42 and 5..."]  # the third task is done already
-    engine = ScriptedEngine(tokenizer, [first, second, ["5, 42"] * 5])
+    engine = ScriptedEngine(tokenizer, [first + ["5, 42"] * 5, second])
     values = make_examiner(tokenizer, empty_panel(tasks=tasks)).tools(engine).values
     assert values["tool_success"] == [1, 0, 1, 1, 0]  # one item missing; cut before its end
     assert values["tool_valid_frac"] == [1, 1, 0, 0, 0]  # no call at all; a failed one; a malformed one
     assert values["tool_success_greedy"] == [1] * 5
+    assert engine.greedy == [[False] * 5 + [True] * 5, [False] * 4]
 
 
 def test_a_malformed_call_is_not_forgotten_when_nobody_answered_it() -> None:

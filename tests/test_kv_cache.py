@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeline.errors import ParamsError
 from pipeline.model.config import ModelConfig
-from pipeline.model.kv_cache import KVCache
+from pipeline.model.kv_cache import KVBlock, KVCache
 from pipeline.model.transformer import CausalLM
 from pipeline.params.schema import RopeScaling
 
@@ -57,12 +57,16 @@ def make(config: ModelConfig) -> CausalLM:
 MODELS = {name: make(config) for name, config in CONFIGS.items()}
 
 
+def make_cache(model: CausalLM, rows: int, capacity: int) -> KVCache:
+    return KVCache([KVBlock.allocate(model, rows, capacity)])
+
+
 def append(model: CausalLM, cache: KVCache, rows: list[list[int]]) -> list[Tensor]:
     """One forward of ragged rows, padded on the right; hidden states of the real positions per row."""
     length = max(len(row) for row in rows)
     ids = torch.tensor([row + [0] * (length - len(row)) for row in rows])
     hidden = model.hidden(ids, cache=cache)
-    cache.advance(torch.tensor([len(row) for row in rows]))
+    cache.advance([len(row) for row in rows])
     return [hidden[index, : len(row)] for index, row in enumerate(rows)]
 
 
@@ -81,7 +85,7 @@ def test_chunks_of_any_length_equal_one_uncached_forward(name, data):
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     rows = [torch.randint(53, (sum(chunk[row] for chunk in chunks),), generator=generator).tolist() for row in range(batch)]
     # No slack: padding behind the longest row has to go somewhere harmless.
-    cache = KVCache.allocate(model, batch, max(len(row) for row in rows))
+    cache = make_cache(model, batch, max(len(row) for row in rows))
     got: list[list[Tensor]] = [[] for _ in rows]
     with torch.inference_mode():
         start = [0] * batch
@@ -90,7 +94,7 @@ def test_chunks_of_any_length_equal_one_uncached_forward(name, data):
             start = [s + n for s, n in zip(start, chunk, strict=True)]
             for row, piece in enumerate(pieces):
                 got[row].append(piece)
-        assert cache.lengths.tolist() == [len(row) for row in rows]
+        assert cache.lengths == [len(row) for row in rows]
         for row, pieces in zip(rows, got, strict=True):
             if row:
                 torch.testing.assert_close(torch.cat(pieces), whole(model, row), **CLOSE)
@@ -100,7 +104,7 @@ def test_chunks_of_any_length_equal_one_uncached_forward(name, data):
 def test_ragged_prefill_then_decode(name):
     model = MODELS[name]
     prompts = [[5, 6, 7, 8, 9, 10, 11], [12, 13], [14, 15, 16, 17]]
-    cache = KVCache.allocate(model, 3, 12)
+    cache = make_cache(model, 3, 12)
     with torch.inference_mode():
         append(model, cache, prompts)
         for token in (20, 21, 22, 23, 24):
@@ -109,59 +113,103 @@ def test_ragged_prefill_then_decode(name):
             prompts = [[*row, token] for row in prompts]
             for row, expected in enumerate(prompts):
                 torch.testing.assert_close(hidden[row, 0], whole(model, expected)[-1], **CLOSE)
-    assert cache.lengths.tolist() == [12, 7, 9] and cache.max_length == 12
+    assert cache.lengths == [12, 7, 9]
 
 
-def test_selected_rows_go_on_from_where_they_were():
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_rows_of_several_blocks_leave_in_any_order(data):
+    """Whoever leaves, and whichever blocks are joined, the others go on from where they were."""
     model = MODELS["dense"]
-    prompts = [[5, 6, 7, 8, 9], [12, 13], [14, 15, 16, 17]]
-    cache = KVCache.allocate(model, 3, 16)
-    order = [2, 0, 2, 1, 2]
+    sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    padding = data.draw(st.sampled_from([0, 6, 1000]))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    cache = KVCache()
+    rows: list[list[int]] = [[] for _ in range(sum(sizes))]
+    cache.blocks += [KVBlock.allocate(model, size, 20) for size in sizes]
+    new = torch.randint(1, 9, (len(rows),), generator=generator).tolist()
+    with torch.inference_mode():
+        while rows:
+            chunk = [torch.randint(53, (length,), generator=generator).tolist() for length in new]
+            rows = [[*row, *ids] for row, ids in zip(rows, chunk, strict=True)]
+            for piece, row, ids in zip(append(model, cache, chunk), rows, chunk, strict=True):
+                torch.testing.assert_close(piece, whole(model, row)[-len(ids) :], **CLOSE)
+            stays = [len(row) < 18 and data.draw(st.booleans()) for row in rows]
+            held = cache.slots
+            left = cache.keep(stays, padding=padding)
+            assert sorted(left) == [row for row, flag in enumerate(stays) if flag] and len(cache) == len(left)
+            assert cache.slots <= held and all(len(block) for block in cache.blocks)
+            rows, new = [rows[row] for row in left], [1] * len(left)
+
+
+def test_small_blocks_are_joined_where_that_wastes_little():
+    model = MODELS["dense"]
+    for padding, blocks in ((8, 1), (7, 2)):
+        cache = KVCache([KVBlock.allocate(model, 3, 16), KVBlock.allocate(model, 3, 16)])
+        with torch.inference_mode():
+            append(model, cache, [[1] * 3, [2] * 2, [3], [4] * 7, [5] * 5, [6] * 4])
+            # two rows of at most 3 positions would be read as far as position 7
+            assert cache.keep([True, True, False, True, False, False], padding=padding) == (
+                [3, 0, 1] if blocks == 1 else [0, 1, 3]
+            )
+        assert len(cache.blocks) == blocks and cache.slots == 3 * blocks
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_what_memory_held_before_has_no_effect(name):
+    model = MODELS[name]
+    prompts = [[5, 6, 7, 8, 9], [12, 13], [14, 15, 16]]
+    block = KVBlock.allocate(model, 3, 12)
+    block.states.fill_(1e4)
+    cache = KVCache([block])
     with torch.inference_mode():
         append(model, cache, prompts)
-        picked = cache.select(torch.tensor(order))
-        assert len(picked) == 5 and picked.lengths.tolist() == [4, 5, 4, 2, 4]
+        append(model, cache, [[20, 21], [22], [23, 24, 25]])
+        prompts = [[5, 6, 7, 8, 9, 20, 21], [12, 13, 22], [14, 15, 16, 23, 24, 25]]
+        for piece, row in zip(append(model, cache, [[30], [31], [32]]), prompts, strict=True):
+            torch.testing.assert_close(piece[-1], whole(model, [*row, 30 + prompts.index(row)])[-1], **CLOSE)
+
+
+def test_only_positions_written_before_they_are_read_are_left_uninitialised():
+    model = MODELS["dense"]
+    try:
+        torch.use_deterministic_algorithms(True)  # fills what `torch.empty` gives with NaN
+        block = KVBlock.allocate(model, 2, 6, written=4)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert block.states[..., :4, :].isnan().all() and (block.states[..., 4:, :] == 0).all()
+
+
+def test_places_hold_what_was_read_elsewhere():
+    model = MODELS["dense"]
+    prompts = [[5, 6, 7, 8, 9], [12, 13], [14, 15, 16, 17]]
+    cache = make_cache(model, 3, 16)
+    with torch.inference_mode():
+        append(model, cache, prompts)
+        (block,) = cache.blocks
+        other = KVBlock.allocate(model, 5, 7)
+        order = [2, 0, 2, 1, 2]
+        for place, row in enumerate(order):
+            other.place(place, block.read(row))
+        picked = KVCache([other])
+        assert len(picked) == 5 and picked.lengths == [4, 5, 4, 2, 4]
         rows = [[*prompts[index], 30 + place, 40 + place] for place, index in enumerate(order)]
         for piece, row in zip(append(model, picked, [row[-2:] for row in rows]), rows, strict=True):
             torch.testing.assert_close(piece, whole(model, row)[-2:], **CLOSE)
-        # The source is untouched and its own rows go on, too.
+        # the source is untouched and its own rows go on, too
         for piece, row in zip(append(model, cache, [[50]] * 3), prompts, strict=True):
             torch.testing.assert_close(piece[-1], whole(model, [*row, 50])[-1], **CLOSE)
-
-
-def test_joined_caches_go_on_together():
-    model = MODELS["dense"]
-    parts = [[[5, 6, 7, 8, 9], [12, 13]], [[14, 15, 16]]]
-    caches = [KVCache.allocate(model, len(part), 8) for part in parts]
-    with torch.inference_mode():
-        for cache, part in zip(caches, parts, strict=True):
-            append(model, cache, part)
-        joined = KVCache.gather(caches, [torch.tensor([1, 0, 1]), torch.tensor([0])], capacity=16)
-        rows = [[*row, 30] for row in (parts[0][1], parts[0][0], parts[0][1], parts[1][0])]
-        assert joined.lengths.tolist() == [2, 5, 2, 3] and joined.max_length == 5 and joined.capacity == 16
-        for piece, row in zip(append(model, joined, [[30]] * 4), rows, strict=True):
-            torch.testing.assert_close(piece[-1], whole(model, row)[-1], **CLOSE)
-
-
-def test_dropping_the_longest_row_shrinks_what_is_attended_to():
-    model = MODELS["dense"]
-    cache = KVCache.allocate(model, 2, 16)
-    with torch.inference_mode():
-        append(model, cache, [[1] * 10, [5, 6]])
-        rest = cache.select(torch.tensor([1]))
-        assert rest.max_length == 2
-        (piece,) = append(model, rest, [[7]])
-        torch.testing.assert_close(piece[-1], whole(model, [5, 6, 7])[-1], **CLOSE)
-        assert len(rest.select(torch.tensor([], dtype=torch.int64))) == 0
+        with pytest.raises(IndexError):
+            cache.read(3)
 
 
 def test_what_was_not_advanced_is_forgotten():
     model = MODELS["dense"]
-    cache = KVCache.allocate(model, 2, 16)
+    cache = make_cache(model, 2, 16)
     with torch.inference_mode():
         append(model, cache, [[5, 6, 7], [8]])
         model.hidden(torch.tensor([[9, 10, 11], [12, 13, 14]]), cache=cache)
-        cache.advance(torch.tensor([1, 0]))
+        cache.advance([1, 0])
         first, second = append(model, cache, [[20], [21]])
         torch.testing.assert_close(first[-1], whole(model, [5, 6, 7, 9, 20])[-1], **CLOSE)
         torch.testing.assert_close(second[-1], whole(model, [8, 21])[-1], **CLOSE)
@@ -170,21 +218,21 @@ def test_what_was_not_advanced_is_forgotten():
 def test_limits_are_named():
     model = MODELS["dense"]
     with pytest.raises(ParamsError, match="max_position_embeddings=64: must be >= 65"):
-        KVCache.allocate(model, 2, 65)
-    cache = KVCache.allocate(model, 2, 4)
+        make_cache(model, 2, 65)
+    cache = make_cache(model, 2, 4)
     with torch.inference_mode():
         append(model, cache, [[1, 2, 3, 4], [5]])
         model.hidden(torch.tensor([[6], [7]]), cache=cache)
         with pytest.raises(ValueError, match="a row of 5 positions exceeds the capacity of 4"):
             cache.advance(1)
-        cache.advance(torch.tensor([0, 1]))
-    assert cache.lengths.tolist() == [4, 2]
+        cache.advance([0, 1])
+    assert cache.lengths == [4, 2]
 
 
 def test_the_whole_window_can_be_used():
     model = MODELS["dense"]
     row = torch.randint(53, (64,), generator=torch.Generator().manual_seed(0)).tolist()
-    cache = KVCache.allocate(model, 2, 64)
+    cache = make_cache(model, 2, 64)
     with torch.inference_mode():
         append(model, cache, [row[:60], row[:3]])
         piece, other = append(model, cache, [row[60:], row[3:10]])
@@ -196,13 +244,10 @@ def test_autocast_keeps_keys_and_values_in_half_precision():
     model = MODELS["dense"]
     ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
     with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
-        cache = KVCache.allocate(model, 2, 8)
+        cache = make_cache(model, 2, 8)
         model.hidden(ids[:, :3], cache=cache)
         cache.advance(3)
         hidden = model.hidden(ids[:, 3:], cache=cache)
-        keys, _ = cache.write(
-            0, torch.zeros(2, 1, 2, 8, dtype=torch.bfloat16), torch.zeros(2, 1, 2, 8, dtype=torch.bfloat16), cache.positions(1)
-        )
-    assert keys.dtype == torch.bfloat16 and hidden.dtype == torch.float32
+    assert cache.read(0).dtype == torch.bfloat16 and hidden.dtype == torch.float32
     with torch.inference_mode():
         assert 0 < (hidden[:, 0] - model.hidden(ids)[:, 3]).abs().mean() < 0.1

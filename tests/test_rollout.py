@@ -69,7 +69,7 @@ def sample(
     keys: Sequence[int] = KEYS,
     max_new_tokens: int | Sequence[int] = 15,
     temperature: float = 0.7,
-    greedy: bool = False,
+    greedy: bool | Sequence[bool] = False,
 ) -> list[Completion]:
     return engine.generate(prompts, keys=keys, max_new_tokens=max_new_tokens, temperature=temperature, greedy=greedy)
 
@@ -142,9 +142,10 @@ def test_text_depends_on_prompt_and_key_alone(model: CausalLM, monkeypatch: pyte
     assert_same(together, sample(make_engine(model), PROMPTS * 3, KEYS * 3)[7:14])
     monkeypatch.setattr(torch_engine, "PREFILL_TOKENS", 6)  # prefill in several parts
     assert_same(together, sample(make_engine(model)))
-    for frac in (1e-9, 1.0):  # rebuild the batch whenever a row ends; never
-        monkeypatch.setattr(torch_engine, "COMPACT_FRAC", frac)
+    for padding in (0, 10, 1000):  # a block for every length; blocks that are joined when rows have left; one block
+        monkeypatch.setattr(torch_engine, "BLOCK_PADDING", {"cpu": padding})
         assert_same(together, sample(make_engine(model)))
+        assert_same(together, sample(make_engine(model, max_rows=4)))
 
 
 @pytest.mark.parametrize("use_moe", [False, True])
@@ -178,10 +179,80 @@ def test_a_next_turn_from_memory_is_the_next_turn_without(use_moe: bool, monkeyp
     assert prefills[0][1] == 11 and len(prefills) == 3 and {shape[1] for shape in prefills[1:]} == {4}
     for rows, prefill in ((64, 7), (3, 100), (1, 1)):
         monkeypatch.setattr(torch_engine, "PREFILL_TOKENS", prefill)
-        for frac in (1e-9, 1.0):
-            monkeypatch.setattr(torch_engine, "COMPACT_FRAC", frac)
+        for padding in (0, 10, 1000):
+            monkeypatch.setattr(torch_engine, "BLOCK_PADDING", {"cpu": padding})
             for expected, done in zip(fresh, turns(make_engine(model, max_rows=rows), remember=mixed), strict=True):
                 assert_same(expected, done)
+
+
+@pytest.mark.parametrize("use_moe", [False, True])
+def test_flags_per_row_give_what_two_calls_give(use_moe: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(use_moe=use_moe)
+    sampled, greedy = (sample(make_engine(model), greedy=flag) for flag in (False, True))
+    assert any(a.ids != b.ids for a, b in zip(sampled, greedy, strict=True))
+    read: list[tuple[int, ...]] = []
+    hidden = model.hidden
+    monkeypatch.setattr(model, "hidden", lambda ids, cache: read.append(tuple(ids.shape)) or hidden(ids, cache=cache))
+    flags = [False] * len(PROMPTS) + [True] * len(PROMPTS)
+    for padding in (0, 1000):
+        monkeypatch.setattr(torch_engine, "BLOCK_PADDING", {"cpu": padding})
+        both = make_engine(model).generate(PROMPTS * 2, keys=KEYS * 2, max_new_tokens=15, temperature=0.7, greedy=flags)
+        assert_same([*sampled, *greedy], both)
+    assert read[-1][1] == 1
+    alternating = [index % 2 == 0 for index in range(len(PROMPTS))]
+    mixed = make_engine(model, max_rows=3).generate(PROMPTS, keys=KEYS, max_new_tokens=15, temperature=0.7, greedy=alternating)
+    assert_same([(greedy if flag else sampled)[index] for index, flag in enumerate(alternating)], mixed)
+
+
+def play_turns(
+    engine: TorchRolloutEngine, prompts: Sequence[Sequence[int]], keys: Sequence[int], greedy: Sequence[bool], **changes: Any
+) -> list[list[Completion]]:
+    """Three remembered turns per row; limits differ, and so does what is added between turns."""
+    contexts = [list(prompt) for prompt in prompts]
+    previous: list[Completion | None] = [None] * len(prompts)
+    said = []
+    for turn in range(3):
+        limits = [2 + (key + 3 * turn) % 9 for key in keys]
+        turn_keys = [key + 100 * turn for key in keys]
+        options = {"max_new_tokens": limits, "temperature": 0.7, "greedy": greedy, "remember": True} | changes
+        done = engine.generate(contexts, keys=turn_keys, previous=previous, **options)
+        said.append(done)
+        new = [[3, 8, 20, 7, 5][: 1 + (key + turn) % 5] for key in keys]
+        contexts = [[*context, *c.ids, *ids] for context, c, ids in zip(contexts, done, new, strict=True)]
+        previous = list(done) if options["remember"] else previous
+    return said
+
+
+def test_no_neighbour_no_order_and_no_uninitialised_memory_changes_a_row(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(1, 14, (12,), generator=generator).tolist()
+    prompts = [torch.randint(32, (length,), generator=generator).tolist() for length in lengths]
+    prompts += prompts[:6]  # in other company: other keys, other flags
+    keys, greedy = list(range(40, 58)), [row % 3 == 0 for row in range(18)]
+    alone = [
+        play_turns(make_engine(model), [prompt], [key], [flag], remember=False)
+        for prompt, key, flag in zip(prompts, keys, greedy, strict=True)
+    ]
+    try:
+        torch.use_deterministic_algorithms(True)  # fills what `torch.empty` gives with NaN
+        assert torch.empty(3).isnan().all()
+        for max_rows, prefill, padding in ((64, 2048, 1024), (64, 20, 12), (5, 9, 4), (7, 2048, 0), (64, 2048, 40)):
+            monkeypatch.setattr(torch_engine, "PREFILL_TOKENS", prefill)
+            monkeypatch.setattr(torch_engine, "BLOCK_PADDING", {"cpu": padding})
+            together = play_turns(make_engine(model, max_rows=max_rows), prompts, keys, greedy)
+            for turn, done in enumerate(together):
+                assert_same([turns[turn][0] for turns in alone], done)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    # and every id has the logprob of a full forward
+    contexts = [list(prompt) for prompt in prompts]
+    for turn, done in enumerate(together):
+        for context, key, completion in zip(contexts, keys, done, strict=True):
+            expected = full_logprobs(model, context, completion.ids, 0.7).gather(1, torch.tensor(completion.ids)[:, None])
+            torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected[:, 0], atol=1e-4, rtol=0)
+            context += [*completion.ids, *[3, 8, 20, 7, 5][: 1 + (key + turn) % 5]]
 
 
 def test_a_prompt_must_go_on_from_its_previous_completion(model: CausalLM) -> None:
@@ -213,8 +284,8 @@ def test_stop_marks_and_limits(model: CausalLM) -> None:
     assert all(long.ids[: len(short.ids)] == short.ids for short, long in zip(completions, longer, strict=True))
 
 
-def test_a_finished_row_does_not_outgrow_the_window(model: CausalLM) -> None:
-    # the first row fills the window of 64 with its one id and stays in the batch while the others go on
+def test_a_row_may_fill_the_window(model: CausalLM) -> None:
+    # the first row fills the window of 64 with its one id while the others go on
     prompts = [[4] * 63, *[[3, index] for index in range(9)]]
     completions = sample(make_engine(model, stop_ids=[]), prompts, list(range(10)), max_new_tokens=[1] + [40] * 9)
     assert [len(completion.ids) for completion in completions] == [1] + [40] * 9
@@ -236,8 +307,23 @@ def test_prompts_of_a_group_are_prefilled_once_and_finished_rows_leave(model: Ca
     assert shapes[0] == (2, 4)
     going = [sum(len(completion.ids) > position for completion in completions) for position in range(1, len(shapes))]
     assert going[0] < 16 and going[-1] >= 1
-    for count, (rows, new) in zip(going, shapes[1:], strict=True):
-        assert new == 1 and count <= rows and rows - count < 0.25 * rows
+    assert shapes[1:] == [(count, 1) for count in going]
+
+
+def test_waiting_rows_join_when_others_have_left(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[tuple[int, ...]] = []
+    hidden = model.hidden
+    monkeypatch.setattr(model, "hidden", lambda ids, cache: shapes.append(tuple(ids.shape)) or hidden(ids, cache=cache))
+    monkeypatch.setattr(torch_engine, "BLOCK_PADDING", {"cpu": 0})
+    prompts = [[index + 1] * (1 + index) for index in range(5)]
+    limits = [9, 2, 4, 3, 2]
+    completions = sample(make_engine(model, max_rows=2, stop_ids=[]), prompts, list(range(5)), max_new_tokens=limits)
+    assert [len(completion.ids) for completion in completions] == limits
+    # never more than two rows are held, and the first one decodes on while the others come and go
+    assert max(rows for rows, _ in shapes) == 2 and sum(rows for rows, _ in shapes) == sum(limits)
+    assert shapes.count((2, 1)) == 1 + 3 + 2
+    monkeypatch.undo()
+    assert_same(completions, sample(make_engine(model, stop_ids=[]), prompts, list(range(5)), max_new_tokens=limits))
 
 
 def test_no_dropout_no_gradient_and_the_mode_is_restored() -> None:
@@ -271,7 +357,14 @@ def test_under_autocast_logprobs_are_near_those_of_a_full_forward(model: CausalL
 
 @pytest.mark.parametrize(
     "fault",
-    [{"temperature": 0.0}, {"max_new_tokens": 0}, {"prompts": [[]] * 7}, {"keys": [1]}, {"max_new_tokens": [3]}],
+    [
+        {"temperature": 0.0},
+        {"max_new_tokens": 0},
+        {"prompts": [[]] * 7},
+        {"keys": [1]},
+        {"max_new_tokens": [3]},
+        {"greedy": [True]},
+    ],
 )
 def test_impossible_requests_are_refused(model: CausalLM, fault: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must"):

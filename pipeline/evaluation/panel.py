@@ -159,26 +159,28 @@ class Examiner:
 
     def questions(self, engine: RolloutEngine) -> Examination:
         """Exact match of sampled and greedy replies, and whether sampled replies end by themselves."""
-        prompts = [question.prompt_ids for question in self.panel.questions]
-        references = [normalised(question.reference) for question in self.panel.questions]
-        values: RowValues = {}
-        samples = []
-        for name, greedy in (("qa_exact", False), ("qa_exact_greedy", True)):
-            completions = engine.generate(
-                prompts,
-                keys=self.keys("qa", len(prompts)),
-                max_new_tokens=self.params.max_new_tokens,
-                temperature=self.params.temperature,
-                greedy=greedy,
-            )
-            replies = [self.tokenizer.decode(done.ids) for done in completions]
-            values[name] = [float(normalised(reply) == ref) for reply, ref in zip(replies, references, strict=True)]
-            if not greedy:
-                values["stops_frac"] = [float(done.stop == StopReason.EOS) for done in completions]
-                samples = [
-                    self.sample("question", question.prompt_ids, done.ids, score, expected=question.reference)
-                    for question, done, score in zip(self.panel.questions, completions, values[name], strict=True)
-                ]
+        questions = self.panel.questions
+        completions = engine.generate(
+            [question.prompt_ids for question in questions] * 2,
+            keys=self.keys("qa", len(questions)) * 2,
+            max_new_tokens=self.params.max_new_tokens,
+            temperature=self.params.temperature,
+            greedy=[False] * len(questions) + [True] * len(questions),
+        )
+        exact = [
+            float(normalised(self.tokenizer.decode(done.ids)) == normalised(question.reference))
+            for question, done in zip(questions * 2, completions, strict=True)
+        ]
+        sampled = completions[: len(questions)]
+        values = {
+            "qa_exact": exact[: len(questions)],
+            "stops_frac": [float(done.stop == StopReason.EOS) for done in sampled],
+            "qa_exact_greedy": exact[len(questions) :],
+        }
+        samples = [
+            self.sample("question", question.prompt_ids, done.ids, score, expected=question.reference)
+            for question, done, score in zip(questions, sampled, exact[: len(questions)], strict=True)
+        ]
         return Examination(values, samples[:SAMPLES_PER_TASK])
 
     def rewards(self, engine: RolloutEngine) -> Examination:
@@ -196,20 +198,20 @@ class Examiner:
     def tools(self, engine: RolloutEngine) -> Examination:
         """Whether the final reply holds every expected answer, and whether calls were made and all valid."""
         tasks = self.panel.tasks
-        values: RowValues = {}
-        samples = []
-        for name, greedy in (("tool_success", False), ("tool_success_greedy", True)):
-            trajectories = self.episodes(engine, tasks, "tool", greedy=greedy, max_turns=self.params.max_turns)
-            values[name] = [float(solved(task, t, self.toolbox)) for task, t in zip(tasks, trajectories, strict=True)]
-            if not greedy:
-                values["tool_earned"] = [
-                    float(earned(task, t, self.toolbox)) for task, t in zip(tasks, trajectories, strict=True)
-                ]
-                values["tool_valid_frac"] = [float(calls_valid(t)) for t in trajectories]
-                samples = [
-                    self.sample("tool task", t.prompt_ids, t.ids, score, expected=", ".join(task.gt))
-                    for task, t, score in zip(tasks, trajectories, values[name], strict=True)
-                ]
+        greedy = [False] * len(tasks) + [True] * len(tasks)
+        trajectories = self.episodes(engine, tasks * 2, "tool", greedy=greedy, max_turns=self.params.max_turns)
+        success = [float(solved(task, t, self.toolbox)) for task, t in zip(tasks * 2, trajectories, strict=True)]
+        sampled = trajectories[: len(tasks)]
+        values = {
+            "tool_success": success[: len(tasks)],
+            "tool_earned": [float(earned(task, t, self.toolbox)) for task, t in zip(tasks, sampled, strict=True)],
+            "tool_valid_frac": [float(calls_valid(t)) for t in sampled],
+            "tool_success_greedy": success[len(tasks) :],
+        }
+        samples = [
+            self.sample("tool task", t.prompt_ids, t.ids, score, expected=", ".join(task.gt))
+            for task, t, score in zip(tasks, sampled, success[: len(tasks)], strict=True)
+        ]
         return Examination(values, samples[:SAMPLES_PER_TASK])
 
     def sample(
@@ -220,7 +222,7 @@ class Examiner:
         return {"task": task, "prompt": decode(prompt), "completion": decode(reply), "expected": expected, "score": score}
 
     def episodes(
-        self, engine: RolloutEngine, tasks: Sequence[PromptTask], what: str, *, greedy: bool, max_turns: int
+        self, engine: RolloutEngine, tasks: Sequence[PromptTask], what: str, *, greedy: bool | Sequence[bool], max_turns: int
     ) -> list[Trajectory]:
         return run_episodes(
             engine,

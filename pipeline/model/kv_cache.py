@@ -1,10 +1,10 @@
 """Keys and values of a growing batch of sequences: preallocated, written in place, one length per row.
 
-Dimensions: B rows, S capacity, T new positions, K key/value heads, D head width.
+Dimensions: B rows, N slots, S capacity, T new positions, K key/value heads, D head width.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Self
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -16,45 +16,43 @@ if TYPE_CHECKING:
     from pipeline.model.transformer import CausalLM
 
 
-class KVCache:
-    """The attention memory of `CausalLM.hidden(input_ids, cache=...)`.
+class KVBlock:
+    """Rows of similar length in one tensor: attention reads all of them as far as the longest is used.
 
-    A forward writes T new positions behind each row's own length; it does not move the lengths. `advance` does, by as many
-    positions per row as are to be kept: rows of one forward may be right-padded, and what lies behind a row's length is
-    invisible and overwritten by the next forward.
+    Rows stand in the first slots. The order of rows means nothing, so a row that leaves is replaced by the last one.
 
     Attributes:
-        lengths: [B] int64, visible positions per row.
-        capacity: S, the most positions a row may hold.
-        max_length: the largest of `lengths`, as a number.
+        states: [layers, 2 (keys, values), N, K, S + 1, D].
+        lengths: visible positions of each row.
     """
 
-    def __init__(self, keys: list[Tensor], values: list[Tensor], lengths: Tensor) -> None:
-        """Takes per-layer tensors [B, K, S + 1, D] and lengths [B]; `allocate` makes them."""
-        self._keys = keys
-        self._values = values
+    def __init__(self, states: Tensor, lengths: list[int]) -> None:
+        self.states = states
         self.lengths = lengths
-        self.capacity = keys[0].shape[2] - 1
-        self.max_length = int(lengths.max()) if len(lengths) else 0
-        self._rows = torch.arange(len(lengths), device=lengths.device)[:, None]
 
     @classmethod
-    def allocate(cls, model: "CausalLM", batch: int, capacity: int) -> Self:
-        """An empty cache on the model's device, in the type of its activations (autocast included).
+    def allocate(cls, model: "CausalLM", slots: int, capacity: int, *, written: int = 0) -> Self:
+        """Empty rows in all slots, on the model's device, in the type of its activations (autocast included).
+
+        Args:
+            model: whose keys and values are kept.
+            slots: N.
+            capacity: S, the most positions a row may hold.
+            written: how many positions every row gets before any of them is attended to behind its length.
 
         Raises:
             ParamsError: `capacity` exceeds model.max_position_embeddings.
         """
         config = model.config
         cls.check_capacity(config, capacity)
-        weight = model.lm_head.weight
-        device = weight.device
-        dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight.dtype
-        shape = (batch, config.num_key_value_heads, capacity + 1, config.head_dim)
+        device = model.lm_head.weight.device
+        autocast = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if autocast else model.lm_head.weight.dtype
+        shape = (config.num_hidden_layers, 2, slots, config.num_key_value_heads, capacity + 1, config.head_dim)
+        states = torch.empty(shape, dtype=dtype, device=device)
         # Zeros, because a masked position still enters the weighted sum of values as 0 * value, and 0 * NaN is NaN.
-        keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
-        values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
-        return cls(keys, values, torch.zeros(batch, dtype=torch.int64, device=device))
+        states[..., written:, :].zero_()
+        return cls(states, [0] * slots)
 
     @staticmethod
     def check_capacity(config: ModelConfig, capacity: int) -> None:
@@ -66,65 +64,206 @@ class KVCache:
             )
 
     def __len__(self) -> int:
-        """B, the number of rows."""
+        """The number of rows."""
         return len(self.lengths)
 
-    def positions(self, num_new: int) -> Tensor:
-        """Position of each of the next `num_new` tokens of every row, [B, T].
+    @property
+    def slots(self) -> int:
+        """N, the most rows."""
+        return self.states.shape[2]
 
-        What would lie beyond the capacity goes to a spare slot that nothing attends to: the longest row of a batch needs no
-        room for padding. `advance` refuses to make it visible.
-        """
-        positions = self.lengths[:, None] + torch.arange(num_new, device=self.lengths.device)
-        return positions if self.max_length + num_new <= self.capacity else positions.clamp(max=self.capacity)
+    @property
+    def capacity(self) -> int:
+        """S, the most positions of a row."""
+        return self.states.shape[4] - 1
 
-    def write(self, layer: int, keys: Tensor, values: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores keys and values [B, T, K, D] at `positions` [B, T]; returns those of all used positions, [B, K, S', D] each."""
-        self._keys[layer][self._rows, :, positions] = keys
-        self._values[layer][self._rows, :, positions] = values
-        used = min(self.max_length + keys.shape[1], self.capacity)
-        return self._keys[layer][:, :, :used], self._values[layer][:, :, :used]
+    @property
+    def max_length(self) -> int:
+        """The longest row's length."""
+        return max(self.lengths, default=0)
 
-    def advance(self, num_new: int | Tensor) -> None:
-        """Makes the first `num_new` ([B] or one number for all rows) positions of the last forward visible.
+    def read(self, row: int) -> Tensor:
+        """The visible positions of a row, [layers, 2, K, length, D]; a view."""
+        return self.states[:, :, row, :, : self.lengths[row]]
+
+    def place(self, row: int, states: Tensor) -> None:
+        """Makes what `read` gave of another row (of any block of the model) the content of this one."""
+        self.lengths[row] = states.shape[3]
+        self.states[:, :, row, :, : states.shape[3]] = states
+
+    def part(self, start: int, stop: int) -> "KVBlock":
+        """Rows start..stop-1 as a block that shares their positions, but not their lengths."""
+        return KVBlock(self.states[:, :, start:stop], self.lengths[start:stop])
+
+    def keep(self, going: Sequence[bool]) -> list[int]:
+        """Drops the other rows; returns for each row that is left the number that it had."""
+        numbers = list(range(len(self)))
+        for row in reversed(numbers):
+            if not going[row]:
+                last = len(self) - 1
+                if row != last:
+                    self.place(row, self.read(last))
+                    numbers[row] = numbers[last]
+                self.lengths.pop()
+                numbers.pop()
+        return numbers
+
+    def absorb(self, other: "KVBlock") -> None:
+        """Appends the rows of another block, for which there must be slots."""
+        for row in range(len(other)):
+            self.lengths.append(0)
+            self.place(len(self) - 1, other.read(row))
+
+
+class Span(NamedTuple):
+    """What one forward reads of one block.
+
+    Attributes:
+        rows: the block's rows in the batch.
+        keys: [rows, K, S', D], of all positions in use, the new ones included.
+        values: as `keys`.
+        mask: [rows, 1, T, S'], added to the scores, -inf where a query does not see a key; None where the T positions are the
+            first of every row and causal attention within them is all there is.
+    """
+
+    rows: slice
+    keys: Tensor
+    values: Tensor
+    mask: Tensor | None
+
+
+class KVCache:
+    """The attention memory of `CausalLM.hidden(input_ids, cache=...)`: the rows of its blocks, one behind the other.
+
+    A forward writes T new positions behind each row's own length; it does not move the lengths. `advance` does, by as many
+    positions per row as are to be kept: rows of one forward may be right-padded, and what lies behind a row's length is
+    invisible and overwritten by the next forward. Lengths are known to the host alone, so nothing waits for the device.
+    """
+
+    def __init__(self, blocks: Iterable[KVBlock] = ()) -> None:
+        self.blocks = list(blocks)
+
+    def __len__(self) -> int:
+        """B, the number of rows."""
+        return sum(map(len, self.blocks))
+
+    @property
+    def slots(self) -> int:
+        """For how many rows memory is held."""
+        return sum(block.slots for block in self.blocks)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Visible positions per row."""
+        return [length for block in self.blocks for length in block.lengths]
+
+    def read(self, row: int) -> Tensor:
+        """See `KVBlock.read`."""
+        for block in self.blocks:
+            if row < len(block):
+                return block.read(row)
+            row -= len(block)
+        raise IndexError(f"KVCache.read: no such row among {len(self)}")
+
+    def open(self, num_new: int) -> "CacheForward":
+        """What a forward of `num_new` positions per row needs."""
+        return CacheForward(self.blocks, num_new)
+
+    def advance(self, num_new: int | Sequence[int]) -> None:
+        """Makes the first `num_new` (per row, or one number for all rows) positions of the last forward visible.
 
         Raises:
-            ValueError: a row would exceed the capacity.
+            ValueError: a row would exceed its block's capacity.
         """
-        lengths = self.lengths + num_new
-        max_length = self.max_length + num_new if isinstance(num_new, int) else int(lengths.max()) if len(lengths) else 0
-        if max_length > self.capacity:
-            raise ValueError(f"KVCache.advance: a row of {max_length} positions exceeds the capacity of {self.capacity}")
-        self.lengths, self.max_length = lengths, max_length
+        steps = iter([num_new] * len(self) if isinstance(num_new, int) else num_new)
+        lengths = [[length + next(steps) for length in block.lengths] for block in self.blocks]
+        for block, after in zip(self.blocks, lengths, strict=True):
+            if max(after, default=0) > block.capacity:
+                raise ValueError(f"KVCache.advance: a row of {max(after)} positions exceeds the capacity of {block.capacity}")
+        for block, after in zip(self.blocks, lengths, strict=True):
+            block.lengths = after
 
-    def select(self, rows: Tensor) -> "KVCache":
-        """A new cache of the given rows ([N] int64), which may be dropped, reordered or repeated; this one stays as it is."""
-        return self.gather([self], [rows], self.capacity)
-
-    @classmethod
-    def gather(cls, caches: Sequence["KVCache"], rows: Sequence[Tensor], capacity: int) -> "KVCache":
-        """A new cache of `capacity` positions that holds rows of several caches of one model.
+    def keep(self, going: Sequence[bool], *, padding: int) -> list[int]:
+        """Drops the other rows and joins blocks that became small; returns for each row left the number that it had.
 
         Args:
-            caches: where the rows are; they stay as they are.
-            rows: per cache the row numbers to take ([N] int64), which may be dropped, reordered or repeated.
-            capacity: at least the length of every row taken.
+            going: per row whether it stays.
+            padding: a block goes into the free slots of the next one if its rows are shorter by at most so many positions in
+                all: what attention reads for nothing then costs less than the operations of another block.
         """
-        layers = range(len(caches[0]._keys))
-        return cls(
-            [_gather([cache._keys[layer] for cache in caches], caches, rows, capacity) for layer in layers],
-            [_gather([cache._values[layer] for cache in caches], caches, rows, capacity) for layer in layers],
-            torch.cat([cache.lengths[taken] for cache, taken in zip(caches, rows, strict=True)]),
-        )
+        left: list[tuple[KVBlock, list[int]]] = []
+        start = 0
+        for block in self.blocks:
+            stop = start + len(block)
+            numbers = [start + row for row in block.keep(going[start:stop])]
+            start = stop
+            if left and _fits(left[-1][0], block, padding):
+                smaller, its_numbers = left.pop()
+                block.absorb(smaller)
+                numbers += its_numbers
+            if len(block):
+                left.append((block, numbers))
+        self.blocks = [block for block, _ in left]
+        return [number for _, numbers in left for number in numbers]
 
 
-def _gather(tensors: list[Tensor], caches: Sequence[KVCache], rows: Sequence[Tensor], capacity: int) -> Tensor:
-    """The used positions of the rows taken, and zeros behind them."""
-    _, heads, _, head_dim = tensors[0].shape
-    gathered = tensors[0].new_empty((sum(map(len, rows)), heads, capacity + 1, head_dim))
-    places = gathered.split([len(taken) for taken in rows])
-    for tensor, cache, taken, place in zip(tensors, caches, rows, places, strict=True):
-        used = min(cache.max_length, capacity)
-        place[:, :, :used] = tensor[:, :, :used].index_select(0, taken)
-        place[:, :, used:] = 0
-    return gathered
+def _fits(block: KVBlock, other: KVBlock, padding: int) -> bool:
+    """Whether the rows of `block` have room in `other`, and `other` is so near in length that they should move there."""
+    wasted = len(block) * (other.max_length - block.max_length)
+    return len(block) + len(other) <= other.slots and block.capacity <= other.capacity and 0 <= wasted <= padding
+
+
+class CacheForward:
+    """One forward over the rows of a cache: where its T positions go, and what they see.
+
+    Attributes:
+        positions: [B, T] int64, the position of each new token. What would lie beyond a block's capacity goes to a spare slot
+            that nothing attends to: the longest row of a block needs no room for padding, and `advance` refuses to make it
+            visible.
+    """
+
+    def __init__(self, blocks: Sequence[KVBlock], num_new: int) -> None:
+        rows = [(length, block.capacity) for block in blocks for length in block.lengths]
+        starts, capacities = torch.tensor(rows).view(-1, 2, 1).unbind(1)
+        positions = torch.minimum(starts + torch.arange(num_new), capacities)
+        self.positions = positions.to(blocks[0].states.device)
+        self._plans = []
+        first = 0
+        for block in blocks:
+            span = slice(first, first + len(block))
+            first = span.stop
+            self._plans.append(_Plan(block, span, self.positions[span]))
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> Iterator[Span]:
+        """Stores keys and values [B, T, K, D]; yields what the queries of each block's rows attend to."""
+        for plan in self._plans:
+            yield plan.write(layer, keys[plan.rows], values[plan.rows])
+
+
+class _Plan:
+    """The part of a `CacheForward` that concerns one block."""
+
+    def __init__(self, block: KVBlock, rows: slice, positions: Tensor) -> None:
+        num_new, longest = positions.shape[1], block.max_length
+        self.rows = rows
+        self._states = block.states[:, :, : len(block)]
+        self._used = min(longest + num_new, block.capacity)
+        self._positions = positions
+        self._numbers = torch.arange(len(block), device=positions.device)[:, None]
+        # rows of one length are written as one slice
+        self._start = longest if min(block.lengths) == longest and longest + num_new <= block.capacity else None
+        self._mask: Tensor | None = None
+        if longest:
+            hidden = torch.arange(self._used, device=positions.device) > positions[:, None, :, None]
+            self._mask = torch.zeros(hidden.shape, dtype=block.states.dtype, device=positions.device)
+            self._mask.masked_fill_(hidden, -torch.inf)
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> Span:
+        own = self._states[layer]
+        for mine, new in zip(own.unbind(), (keys, values), strict=True):
+            if self._start is None:
+                mine[self._numbers, :, self._positions] = new
+            else:
+                mine[:, :, self._start : self._used] = new.transpose(1, 2)
+        used_keys, used_values = own[..., : self._used, :].unbind()
+        return Span(self.rows, used_keys, used_values, self._mask)

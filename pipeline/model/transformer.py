@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline.errors import ParamsError
 from pipeline.model.config import ModelConfig
-from pipeline.model.kv_cache import KVCache
+from pipeline.model.kv_cache import CacheForward, KVCache, Span
 from pipeline.model.moe import MixtureOfExperts, RouterStats, SwiGLU
 from pipeline.model.norm import RMSNorm
 from pipeline.model.packing import Packing
@@ -61,9 +61,7 @@ class Attention(nn.Module):
         self,
         x: Tensor,
         rotation: tuple[Tensor, Tensor],
-        cache: KVCache | None = None,
-        positions: Tensor | None = None,
-        mask: Tensor | None = None,
+        cache: CacheForward | None = None,
         packing: Packing | None = None,
     ) -> Tensor:
         """Attends causally, within `x` or over the cache as well.
@@ -71,8 +69,7 @@ class Attention(nn.Module):
         Args:
             x: [B, T, W].
             rotation: cosines and sines of the T positions.
-            cache: where keys and values are kept; `positions` [B, T] says in which slots.
-            mask: [B, 1, T, S'] bool, True where a query sees a key of the cache; None where `x` starts every sequence.
+            cache: where keys and values are kept.
             packing: how `x`, with B = 1, is made up of rows.
 
         Returns:
@@ -86,11 +83,10 @@ class Attention(nn.Module):
         q, k = rotated.split((self.num_heads, self.num_kv_heads), dim=2)
         if packing is not None:
             mixed = packing.attend(q, *self._repeated(k, v), self.dropout if self.training else 0.0)
-        elif cache is None or positions is None:
+        elif cache is None:
             mixed = self._causal(q, k, v)
         else:
-            all_k, all_v = cache.write(self.layer, k, v, positions)
-            mixed = self._causal(q, k, v) if mask is None else self._cached(q, all_k, all_v, mask)
+            mixed = torch.cat([self._cached(q, k, v, span) for span in cache.write(self.layer, k, v)])
         return self.o_proj(mixed.reshape(batch, length, -1))
 
     def _causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -105,17 +101,20 @@ class Attention(nn.Module):
         repeats = self.num_heads // self.num_kv_heads
         return k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
 
-    def _cached(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        """Attention over keys and values [B, K, S', D] under `mask`, [B, T, H, D].
+    def _cached(self, q: Tensor, k: Tensor, v: Tensor, span: Span) -> Tensor:
+        """Attention of a span's rows over what is cached of them, [rows, T, H, D]; `q`, `k` and `v` are the new positions.
 
         The queries that share a key head are laid out as further queries of that head: nothing is repeated but the mask.
         """
+        q = q[span.rows]
+        if span.mask is None:
+            return self._causal(q, k[span.rows], v[span.rows])
         batch, length, _, head_dim = q.shape
         repeats = self.num_heads // self.num_kv_heads
         grouped = q.transpose(1, 2).reshape(batch, self.num_kv_heads, repeats * length, head_dim)
-        mask = mask if length == 1 else mask.repeat(1, 1, repeats, 1)
+        mask = span.mask if length == 1 else span.mask.repeat(1, 1, repeats, 1)
         dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(grouped, k, v, mask, dropout_p=dropout)
+        mixed = F.scaled_dot_product_attention(grouped, span.keys, span.values, mask, dropout_p=dropout)
         return mixed.view(batch, self.num_heads, length, head_dim).transpose(1, 2)
 
 
@@ -171,18 +170,17 @@ class Decoder(nn.Module):
         limit = self.config.max_position_embeddings
         if longest > limit:
             raise ParamsError(f"model.max_position_embeddings={limit}: must be >= {longest}, the length of a sequence in use")
-        positions = None if packing is None else packing.positions
-        if cache is not None:
-            positions = cache.positions(length)
-        rotation = self.rotation(torch.arange(length, device=input_ids.device) if positions is None else positions)
-        mask = None
-        if cache is not None and positions is not None and cache.max_length:
-            keys = torch.arange(min(cache.max_length + length, cache.capacity), device=input_ids.device)
-            mask = (keys <= positions[:, :, None])[:, None]
+        opened = None if cache is None else cache.open(length)
+        positions = torch.arange(length, device=input_ids.device)
+        if opened is not None:
+            positions = opened.positions
+        elif packing is not None:
+            positions = packing.positions
+        rotation = self.rotation(positions)
         x = self.embed_tokens(input_ids)
         self.router_stats = []
         for block in self.layers:
-            args = (x, visible, rotation, cache, positions, mask, packing)
+            args = (x, visible, rotation, opened, packing)
             recompute = self.gradient_checkpointing and torch.is_grad_enabled()
             x, stats = checkpoint(block, *args, use_reentrant=False) if recompute else block(*args)
             if stats is not None:

@@ -30,7 +30,7 @@ def run_episodes(
     max_new_tokens: int,
     max_total_len: int,
     temperature: float,
-    greedy: bool = False,
+    greedy: bool | Sequence[bool] = False,
     toolbox: Toolbox = PRESET_TOOLS,
 ) -> list[Trajectory]:
     """One trajectory per task, in order; repeat a task (with another key) for a group.
@@ -53,7 +53,8 @@ def run_episodes(
         greedy: See `RolloutEngine.generate`.
         toolbox: What answers the calls.
     """
-    episodes = [_Episode(task, key) for task, key in zip(tasks, keys, strict=True)]
+    flags = [greedy] * len(tasks) if isinstance(greedy, bool) else greedy
+    episodes = [_Episode(task, key, flag) for task, key, flag in zip(tasks, keys, flags, strict=True)]
     for turn in range(max_turns):
         running = [episode for episode in episodes if episode.running and episode.room(max_total_len)]
         if not running:
@@ -63,7 +64,7 @@ def run_episodes(
             keys=[fold_key(episode.key, turn) for episode in running],
             max_new_tokens=[min(max_new_tokens, episode.room(max_total_len)) for episode in running],
             temperature=temperature,
-            greedy=greedy,
+            greedy=[episode.greedy for episode in running],
             previous=[episode.completion for episode in running],
             remember=turn + 1 < max_turns,
         )
@@ -84,8 +85,9 @@ def read_turn(tokenizer: Tokenizer, completion: Completion, *, open_thinking: bo
 class _Episode:
     """A trajectory under way."""
 
-    def __init__(self, task: PromptTask, key: int) -> None:
+    def __init__(self, task: PromptTask, key: int, greedy: bool) -> None:
         self.key = key
+        self.greedy = greedy
         self.running = True
         self.completion: Completion | None = None
         self.trajectory = Trajectory(

@@ -59,7 +59,7 @@ class RolloutEngine(Protocol):
         keys: Sequence[int],
         max_new_tokens: int | Sequence[int],
         temperature: float,
-        greedy: bool = False,
+        greedy: bool | Sequence[bool] = False,
         previous: Sequence[Completion | None] | None = None,
         remember: bool = False,
     ) -> list[Completion]:
@@ -70,7 +70,7 @@ class RolloutEngine(Protocol):
             keys: N random streams; a completion depends on its prompt, its key and the weights, not on its neighbours.
             max_new_tokens: The most ids to sample, at least 1: for all rows, or one number per row.
             temperature: Divides the logits, > 0. The distribution is not truncated otherwise, and no id is ruled out.
-            greedy: Take the most probable id instead of drawing one.
+            greedy: Take the most probable id instead of drawing one: for all rows, or one flag per row.
             previous: Per prompt the completion that it goes on from (None for a first turn): the prompt begins with that
                 completion's prompt and ids. What its memory holds is not read again; the result is the same without.
             remember: Keep the memory of every completion, as much as the keys and values of its context take, until the

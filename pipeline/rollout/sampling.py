@@ -28,14 +28,15 @@ def uniforms(keys: Sequence[int], num_positions: int) -> Tensor:
     return torch.from_numpy(np.stack([stream.random(num_positions) for stream in streams]))
 
 
-def draw(logits: Tensor, temperature: float, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, temperature: float, uniform: Tensor | None, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """One id per row and its logprob, under softmax(logits / temperature) in fp32.
 
     Args:
         logits: [N, V] of any floating type.
         temperature: > 0.
-        uniform: [N] float64 in [0, 1): the id is the first whose cumulative probability exceeds it (inverse transform
-            sampling). None takes the most probable id.
+        uniform: float64 in [0, 1), one for every row that is sampled: the id is the first whose cumulative probability exceeds
+            it (inverse transform sampling). None takes the most probable id of all rows.
+        rows: int64, the rows that `uniform` belongs to; the others take their most probable id. None samples all N.
 
     Returns:
         ids: [N] int64.
@@ -44,9 +45,17 @@ def draw(logits: Tensor, temperature: float, uniform: Tensor | None) -> tuple[Te
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
     if uniform is None:
         ids = logprobs.argmax(dim=-1)
+    elif rows is None:
+        ids = _invert(logprobs, uniform)
     else:
-        # fp64, because fp32 sums lose the tail: near 1 they cannot hold a probability below 6e-8
-        cumulative = logprobs.double().exp().cumsum(dim=-1)
-        target = uniform[:, None] * cumulative[:, -1:]  # the sum is 1 up to rounding; never beyond the last id this way
-        ids = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+        ids = logprobs.argmax(dim=-1)
+        ids[rows] = _invert(logprobs[rows], uniform)
     return ids, logprobs.gather(-1, ids[:, None])[:, 0]
+
+
+def _invert(logprobs: Tensor, uniform: Tensor) -> Tensor:
+    """The first id of each row whose cumulative probability exceeds the row's number, [N]."""
+    # fp64, because fp32 sums lose the tail: near 1 they cannot hold a probability below 6e-8
+    cumulative = logprobs.double().exp().cumsum(dim=-1)
+    target = uniform[:, None] * cumulative[:, -1:]  # the sum is 1 up to rounding; never beyond the last id this way
+    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=logprobs.shape[-1] - 1)

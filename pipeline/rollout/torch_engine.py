@@ -1,54 +1,70 @@
-"""Sampling from a `CausalLM` in this process: shared prefill, one KV cache for the batch, finished rows leave it.
+"""Sampling from a `CausalLM` in this process: shared prefill, one batch that rows leave and waiting rows join.
 
 Dimensions: N rows of a batch, T positions, V vocabulary.
 """
 
 import contextlib
-import itertools
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from pipeline.model.kv_cache import KVCache
+from pipeline.model.kv_cache import KVBlock, KVCache
 from pipeline.model.transformer import CausalLM
 from pipeline.rollout.records import Completion, StopReason
 from pipeline.rollout.sampling import draw, uniforms
 
 PREFILL_TOKENS = 2048
 """Padded prompt positions of one forward; bounds the activations of a prefill."""
-COMPACT_FRAC = 0.25
-"""Share of finished rows at which the batch is rebuilt without them: copying the cache costs one or two decode steps."""
+BLOCK_PADDING = {"cpu": 1024, "cuda": 65536}
+"""Positions that attention may read for nothing in one block of rows, per device: about what another block's operations cost."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Memory:
-    """What `Completion.memory` holds: a row of a cache, which has read all ids of `context`."""
+    """What `Completion.memory` holds: keys and values of all ids of `context`, as `KVBlock.read` gives them."""
 
     context: tuple[int, ...]
-    cache: KVCache
-    row: int
+    states: Tensor
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Row:
     """A row that is being generated.
 
-    `limit` is the most ids it may get, `memory` what was read of the prompt before.
+    `limit` is the most ids it may get, `memory` what was read of the prompt before, `noise` a random number per id.
     """
 
     prompt: tuple[int, ...]
     key: int
     limit: int
-    completion: Completion
-    memory: Memory | None = None
+    greedy: bool
+    memory: Memory | None
+    completion: Completion = field(default_factory=lambda: Completion([], [], StopReason.LENGTH))
+    noise: list[float] = field(default_factory=list)
     finished: bool = False
+
+    @property
+    def known(self) -> int:
+        """How many ids of the prompt were read before."""
+        return len(self.memory.context) if self.memory else 0
 
     @property
     def unread(self) -> tuple[int, ...]:
         """The prompt behind what `memory` has read."""
-        return self.prompt[len(self.memory.context) :] if self.memory else self.prompt
+        return self.prompt[self.known :]
+
+    @property
+    def source(self) -> tuple[int, tuple[int, ...]]:
+        """Equal for rows that need be read only once."""
+        return id(self.memory), self.prompt
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """What the model has read of a row when an id is drawn; the last id is read afterwards."""
+        return (*self.prompt, *self.completion.ids[:-1])
 
     def append(self, token: int, logprob: float, *, is_stop: bool) -> None:
         self.completion.ids.append(token)
@@ -81,7 +97,7 @@ class TorchRolloutEngine:
             model: Run in evaluation mode and without gradients; its mode is restored after each call.
             stop_ids: Ids that end a completion; the one sampled is its last id.
             pad_id: Fills prompts to equal length. It can be sampled like any other id.
-            max_rows: Most rows decoded together, >= 1; more are generated in turns.
+            max_rows: Most rows in memory together, >= 1; others wait until there is room.
             autocast_dtype: Mixed precision of the forward passes; None for the weights' own.
         """
         if max_rows < 1:
@@ -99,7 +115,7 @@ class TorchRolloutEngine:
         keys: Sequence[int],
         max_new_tokens: int | Sequence[int],
         temperature: float,
-        greedy: bool = False,
+        greedy: bool | Sequence[bool] = False,
         previous: Sequence[Completion | None] | None = None,
         remember: bool = False,
     ) -> list[Completion]:
@@ -111,24 +127,25 @@ class TorchRolloutEngine:
             ParamsError: A prompt and its new tokens exceed the model's window.
         """
         limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        greedy = [greedy] * len(prompts) if isinstance(greedy, bool) else greedy
         previous = previous or [None] * len(prompts)
-        if not len(prompts) == len(keys) == len(limits) == len(previous):
-            counts = f"{len(prompts)} prompts, {len(keys)} keys, {len(limits)} limits, {len(previous)} previous completions"
-            raise ValueError(f"{counts}: must be equally many")
+        if not len(prompts) == len(keys) == len(limits) == len(greedy) == len(previous):
+            raise ValueError(
+                f"{len(prompts)} prompts, {len(keys)} keys, {len(limits)} limits, {len(greedy)} greedy flags, "
+                f"{len(previous)} previous completions: must be equally many"
+            )
         if temperature <= 0 or min(limits, default=1) < 1 or not all(len(prompt) for prompt in prompts):
             raise ValueError("generate: temperature must be > 0, max_new_tokens >= 1, and no prompt empty")
         rows = [
-            _Row(tuple(prompt), key, limit, Completion([], [], StopReason.LENGTH), before.memory if before else None)
-            for prompt, key, limit, before in zip(prompts, keys, limits, previous, strict=True)
+            _Row(tuple(prompt), key, limit, flag, before.memory if before else None)
+            for prompt, key, limit, flag, before in zip(prompts, keys, limits, greedy, previous, strict=True)
         ]
         for row in rows:
-            if row.memory and (not row.unread or row.prompt[: len(row.memory.context)] != row.memory.context):
+            if row.memory and (not row.unread or row.prompt[: row.known] != row.memory.context):
                 raise ValueError("generate: a prompt must begin with its previous completion's context and add to it")
-        # neighbours of equal length waste no padding, and equal prompts lie side by side
-        ordered = sorted(rows, key=lambda row: (row.memory is not None, len(row.prompt), row.prompt))
+        KVBlock.check_capacity(self._model.config, max((len(row.prompt) + row.limit for row in rows), default=0))
         with self._inference():
-            for start in range(0, len(ordered), self._max_rows):
-                self._decode(ordered[start : start + self._max_rows], temperature, greedy=greedy, remember=remember)
+            self._decode(rows, temperature, remember=remember)
         return [row.completion for row in rows]
 
     @contextlib.contextmanager
@@ -146,76 +163,115 @@ class TorchRolloutEngine:
     def _device(self) -> torch.device:
         return self._model.lm_head.weight.device
 
-    def _decode(self, rows: list[_Row], temperature: float, *, greedy: bool, remember: bool) -> None:
-        """Fills the completions of at most `max_rows` rows, ordered so that equal prompts are neighbours."""
-        cache, logits = self._prefill(rows)
-        stream = None if greedy else uniforms([row.key for row in rows], max(row.limit for row in rows)).to(self._device)
-        for position in itertools.count():
-            ids, logprobs = draw(logits, temperature, None if stream is None else stream[:, position])
-            for row, token, logprob in zip(rows, ids.tolist(), logprobs.tolist(), strict=True):
-                if not row.finished:
-                    row.append(token, logprob, is_stop=token in self._stop_ids)
-            going = [index for index, row in enumerate(rows) if not row.finished]
-            leave = not going or len(rows) - len(going) >= COMPACT_FRAC * len(rows)
-            if leave and remember:
-                self._remember(rows, cache)
-            if not going:
-                return
-            if leave:
-                kept = torch.tensor(going, device=self._device)
-                rows, cache, ids = [rows[index] for index in going], cache.select(kept), ids[kept]
-                stream = None if stream is None else stream[kept]
-            hidden = self._model.hidden(ids[:, None], cache=cache)
-            # a finished row stands still, so that it never outgrows the cache
-            cache.advance(torch.tensor([not row.finished for row in rows], device=self._device))
-            logits = self._model.head(hidden[:, -1])
+    def _decode(self, rows: Sequence[_Row], temperature: float, *, remember: bool) -> None:
+        """Fills the completions. Every turn of the loop draws one id for every row that is in the batch."""
+        padding = BLOCK_PADDING[self._device.type]
+        waiting = deque(_blocks(rows, self._max_rows, padding))
+        batch: list[_Row] = []
+        cache = KVCache()
+        while batch or waiting:
+            joining: list[_Row] = []
+            blocks: list[KVBlock] = []
+            logits: list[Tensor] = []
+            while waiting and cache.slots + len(joining) + len(waiting[0]) <= self._max_rows:
+                fresh, block, last = self._prefill(waiting.popleft())
+                joining += fresh
+                blocks.append(block)
+                logits.append(last)
+            # uploaded before the step is queued, so that it does not wait for it
+            noise = self._noise([*batch, *joining])
+            if batch:
+                logits.insert(0, self._step(batch, cache))
+            batch += joining
+            cache.blocks += blocks
+            self._record(batch, *draw(torch.cat(logits), temperature, *noise))
+            if remember:
+                for index, row in enumerate(batch):
+                    if row.finished:
+                        states = cache.read(index).clone(memory_format=torch.contiguous_format)
+                        row.completion.memory = Memory(row.context, states)
+            if any(row.finished for row in batch):
+                batch = [batch[index] for index in cache.keep([not row.finished for row in batch], padding=padding)]
 
-    def _remember(self, rows: Sequence[_Row], cache: KVCache) -> None:
-        """Gives the finished rows of a batch what the next turn can build on; their last id was sampled but never read."""
-        finished = {index: (*row.prompt, *row.completion.ids[:-1]) for index, row in enumerate(rows) if row.finished}
-        numbers = torch.tensor(list(finished), device=self._device)
-        own = KVCache.gather([cache], [numbers], max(map(len, finished.values())))
-        for place, (index, context) in enumerate(finished.items()):
-            rows[index].completion.memory = Memory(context, own, place)
+    def _step(self, rows: Sequence[_Row], cache: KVCache) -> Tensor:
+        """Reads the last id of every row; logits [N, V] of the next one."""
+        ids = torch.tensor([row.completion.ids[-1:] for row in rows], device=self._device)
+        hidden = self._model.hidden(ids, cache=cache)
+        cache.advance(1)
+        return self._model.head(hidden[:, -1])
 
-    def _prefill(self, rows: list[_Row]) -> tuple[KVCache, Tensor]:
-        """A cache of every row's prompt, and the logits [N, V] after it; each distinct new prompt is read once."""
-        capacity = max(len(row.prompt) + row.limit for row in rows)
-        KVCache.check_capacity(self._model.config, capacity)
-        # rows that remember follow those that do not
-        groups = [list(group) for _, group in itertools.groupby(rows, key=lambda row: row.memory or row.prompt)]
-        caches, sources, logits = [], [], []
-        for part in _micro_batches([group[0] for group in groups]):
-            width = max(len(row.unread) for row in part)
-            cache = self._recall([row.memory for row in part], width)
-            padded = [[*row.unread, *[self._pad_id] * (width - len(row.unread))] for row in part]
-            hidden = self._model.hidden(torch.tensor(padded, device=self._device), cache=cache)
-            lengths = torch.tensor([len(row.unread) for row in part], device=self._device)
-            cache.advance(lengths)
-            numbers = torch.arange(len(part), device=self._device)
-            copies = torch.tensor([len(group) for group in groups[: len(part)]], device=self._device)
-            groups = groups[len(part) :]
-            caches.append(cache)
-            sources.append(numbers.repeat_interleave(copies))
-            logits.append(self._model.head(hidden[numbers, lengths - 1])[sources[-1]])
-        return KVCache.gather(caches, sources, capacity), torch.cat(logits)
+    def _noise(self, rows: Sequence[_Row]) -> tuple[Tensor | None, Tensor | None]:
+        """What `draw` needs for the next id of every row."""
+        sampled = [index for index, row in enumerate(rows) if not row.greedy]
+        if not sampled:
+            return None, None
+        noise = [rows[index].noise[len(rows[index].completion.ids)] for index in sampled]
+        uniform = torch.tensor(noise, dtype=torch.float64, device=self._device)
+        return uniform, None if len(sampled) == len(rows) else torch.tensor(sampled, device=self._device)
 
-    def _recall(self, memories: Sequence[Memory | None], new: int) -> KVCache:
-        """A cache of what the rows, all or none of which remember, have read, with room for `new` more positions each."""
-        known = [memory for memory in memories if memory is not None]
-        if not known:
-            return KVCache.allocate(self._model, len(memories), new)
-        rows = torch.tensor([memory.row for memory in known], device=self._device).split(1)
-        return KVCache.gather([memory.cache for memory in known], rows, max(len(memory.context) for memory in known) + new)
+    def _record(self, rows: Sequence[_Row], ids: Tensor, logprobs: Tensor) -> None:
+        for row, token, logprob in zip(rows, ids.tolist(), logprobs.tolist(), strict=True):
+            row.append(token, logprob, is_stop=token in self._stop_ids)
+
+    def _prefill(self, rows: Sequence[_Row]) -> tuple[list[_Row], KVBlock, Tensor]:
+        """The rows in another order, a block of their prompts, and the logits [N, V] after them; equal ones are read once."""
+        for row, noise in zip(rows, uniforms([row.key for row in rows], max(row.limit for row in rows)).tolist(), strict=True):
+            row.noise = noise
+        readers: dict[tuple[int, tuple[int, ...]], _Row] = {}
+        copies = [row for row in rows if readers.setdefault(row.source, row) is not row]
+        places = {source: place for place, source in enumerate(readers)}
+        block = KVBlock.allocate(
+            self._model,
+            len(rows),
+            max(len(row.prompt) + row.limit for row in rows),
+            written=min(row.known or len(row.prompt) for row in rows),
+        )
+        logits = []
+        start = 0
+        for part in _micro_batches(list(readers.values())):
+            logits.append(self._read(part, block, start))
+            start += len(part)
+        sources = [places[row.source] for row in copies]
+        for place, source in enumerate(sources, start):
+            block.place(place, block.read(source))
+        order = torch.tensor([*range(start), *sources], device=self._device)
+        return [*readers.values(), *copies], block, torch.cat(logits)[order]
+
+    def _read(self, rows: Sequence[_Row], block: KVBlock, start: int) -> Tensor:
+        """Fills the slots of a block from `start` on with the rows' prompts; logits [N, V] after them."""
+        for place, row in enumerate(rows, start):
+            if row.memory:
+                block.place(place, row.memory.states)
+        width = max(len(row.unread) for row in rows)
+        padded = [[*row.unread, *[self._pad_id] * (width - len(row.unread))] for row in rows]
+        part = block.part(start, start + len(rows))
+        hidden = self._model.hidden(torch.tensor(padded, device=self._device), cache=KVCache([part]))
+        block.lengths[start : start + len(rows)] = [len(row.prompt) for row in rows]
+        last = torch.tensor([len(row.unread) - 1 for row in rows], device=self._device)
+        return self._model.head(hidden[torch.arange(len(rows), device=self._device), last])
+
+
+def _blocks(rows: Sequence[_Row], max_rows: int, padding: int) -> Iterator[list[_Row]]:
+    """Rows for one block each: similar in length, equal prompts side by side, and all or none with a memory."""
+    block: list[_Row] = []
+    padded = 0
+    for row in sorted(rows, key=lambda row: (row.memory is not None, len(row.prompt), row.prompt)):
+        padded += len(block) * (len(row.prompt) - len(block[-1].prompt)) if block else 0
+        if block and (len(block) == max_rows or padded > padding or (row.memory is None) != (block[0].memory is None)):
+            yield block
+            block, padded = [], 0
+        block.append(row)
+    if block:
+        yield block
 
 
 def _micro_batches(rows: Sequence[_Row]) -> Iterator[list[_Row]]:
-    """Neighbours that all remember or all do not, of at most PREFILL_TOKENS unread padded positions (or one longer row)."""
+    """Neighbours of at most PREFILL_TOKENS unread padded positions (or one longer row)."""
     part: list[_Row] = []
     width = 0
     for row in rows:
         width = max(width, len(row.unread))
-        if part and ((len(part) + 1) * width > PREFILL_TOKENS or (row.memory is None) != (part[0].memory is None)):
+        if part and (len(part) + 1) * width > PREFILL_TOKENS:
             yield part
             part, width = [], len(row.unread)
         part.append(row)
