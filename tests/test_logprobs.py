@@ -1,9 +1,12 @@
 """Chunked logprobs and cross-entropy against the naive formulas, their gradients, and the promise about memory."""
 
 import math
+import weakref
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -46,6 +49,35 @@ def test_logprobs_entropy_and_gradients_equal_the_naive_formula(temperature: flo
     expected = torch.autograd.grad((expected_logprobs * upstream).sum(), (hidden, weight))
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    seed=st.integers(0, 10**6),
+    vocab=st.integers(2, 3000),
+    spread=st.floats(0.1, 5.0),
+    offset=st.floats(-60.0, 60.0),
+    temperature=st.floats(0.4, 2.0),
+    chunk=st.sampled_from([5, None]),
+)
+def test_accuracy_is_that_of_the_naive_formula(
+    seed: int, vocab: int, spread: float, offset: float, temperature: float, chunk: int | None
+) -> None:
+    """Against float64 no farther than twice the naive fp32 formula; within 1e-5 of it, or for logits beyond 14 within six
+    roundings of the largest one: chunks are other matrix products, which round differently.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weight = torch.randn(2, 24, 16, generator=generator), torch.randn(vocab, 16, generator=generator) * spread / 4
+    hidden[..., 0], weight[:, 0] = 1.0, offset * temperature
+    labels = torch.randint(0, vocab, (2, 24), generator=generator)
+    labels[0, :5] = -100
+    logprobs, _ = token_logprobs(hidden, weight, labels, temperature=temperature, chunk=chunk)
+    plain, _ = naive(hidden, weight, labels, temperature)
+    exact, _ = naive(hidden.double(), weight.double(), labels, temperature)
+    eps, largest = torch.finfo(torch.float32).eps, float((hidden @ weight.T / temperature).abs().max())
+    rounding = eps * float(exact.abs().max().clamp(min=1.0))  # of the result itself
+    assert float((logprobs - exact).abs().max()) <= 2 * float((plain - exact).abs().max()) + rounding
+    assert float((logprobs - plain).abs().max()) <= max(1e-5, 6 * eps * largest)
 
 
 def test_uniform_logits_have_entropy_ln_v() -> None:
@@ -161,6 +193,63 @@ def test_no_tensor_is_larger_than_one_chunk_of_logits(function) -> None:  # type
     with LiveElements() as live:
         function(hidden, weight, labels, chunk=chunk)[0].sum().backward()
     assert chunk * vocab <= live.largest <= chunk * vocab + vocab < rows * vocab
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that live at once in tensors which operations made, forward and backward; those of `inputs` not counted."""
+
+    def __init__(self, *inputs: Tensor) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.known = {tensor.untyped_storage()._cdata for tensor in inputs}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, Tensor) and (key := tensor.untyped_storage()._cdata) not in self.known:
+                self._count(key, tensor.untyped_storage())
+        return out
+
+    def _count(self, key: int, storage: torch.UntypedStorage) -> None:
+        size = storage.nbytes()
+        self.known.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._gone, key, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.live -= size
+
+
+def peak_bytes(name: str, rows: int, *, chunk: int, vocab: int, width: int) -> int:
+    """Of one forward and backward over two sequences of `rows` / 2 positions, a few of them not trained."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, rows // 2, width, generator=generator, requires_grad=True)
+    weight = torch.randn(vocab, width, generator=generator, requires_grad=True)
+    labels = torch.randint(0, vocab, (2, rows // 2), generator=generator)
+    labels[0, :3] = -100
+    with LiveBytes(hidden, weight, labels) as bytes_of:
+        if name == "cross_entropy_sum":
+            cross_entropy_sum(hidden, weight, labels, chunk=chunk)[0].backward()
+        else:
+            grad = name == "with entropy_grad"
+            logprobs, entropy = token_logprobs(hidden, weight, labels, temperature=0.6, entropy_grad=grad, chunk=chunk)
+            (logprobs + entropy if grad else logprobs).sum().backward()
+    return bytes_of.peak
+
+
+@pytest.mark.parametrize(("name", "tensors"), [("token_logprobs", 5), ("with entropy_grad", 5.25), ("cross_entropy_sum", 3)])
+def test_the_peak_of_memory_is_as_stated(name: str, tensors: float) -> None:
+    """`tensors` of [chunk, V] in fp32, two gradients of the weight, a little per position; [B, T, V] would take 64 of them."""
+    shape = {"chunk": 32, "vocab": 4096, "width": 8}
+    unit, weight = 32 * 4096 * 4, 4096 * 8 * 4
+    per_row = 5 * 8 * 4 + 64  # copies and gradients of the hidden states; logprob, entropy, label
+    peaks = {rows: peak_bytes(name, rows, **shape) for rows in (512, 1024, 2048)}
+    for rows, peak in peaks.items():
+        assert (tensors - 0.1) * unit < peak <= tensors * unit + 2 * weight + rows * per_row
+    for rows in (512, 1024):  # where the logits alone would grow by 16 KiB a position
+        assert peaks[2 * rows] - peaks[rows] <= rows * per_row
 
 
 def test_only_trained_positions_reach_the_head() -> None:
