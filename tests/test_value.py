@@ -165,7 +165,9 @@ def test_group_advantages_equal_the_reference_figures() -> None:
 
 def test_group_advantages_by_hand() -> None:
     # 3, 1, 2: mean 2, population variance 2/3; the second group has no signal
-    advantages = group_advantages(torch.tensor([3.0, 1.0, 2.0, 5.0, 5.0, 5.0]), 3)
+    rewards = torch.tensor([3.0, 1.0, 2.0, 5.0, 5.0, 5.0])
+    assert group_advantages(rewards, 3, divide_by_std=False).tolist() == [1.0, -1.0, 0.0, 0.0, 0.0, 0.0]
+    advantages = group_advantages(rewards, 3)
     unit = 1 / (math.sqrt(2 / 3) + 1e-4)
     torch.testing.assert_close(advantages, torch.tensor([unit, -unit, 0.0, 0.0, 0.0, 0.0]))
 
