@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipeline.maths import chunks
 from pipeline.maths.logprobs import token_logprobs
 from pipeline.maths.supervised import cross_entropy_sum
 
@@ -86,6 +88,22 @@ def test_uniform_logits_have_entropy_ln_v() -> None:
     torch.testing.assert_close(logprobs, torch.full((4,), -math.log(V)))
 
 
+@pytest.mark.parametrize("chunk", [1, 4, 1000])
+def test_entropies_carry_a_gradient_where_asked(chunk: int) -> None:
+    hidden, weight, labels = inputs()
+    logprobs, entropy = token_logprobs(hidden, weight, labels, temperature=0.6, entropy_grad=True, chunk=chunk)
+    expected = naive(hidden, weight, labels, 0.6)
+    upstream = torch.randn(2, B, T, generator=torch.Generator().manual_seed(1))
+    for a, b in zip(
+        torch.autograd.grad((torch.stack([logprobs, entropy]) * upstream).sum(), (hidden, weight)),
+        torch.autograd.grad((torch.stack(expected) * upstream).sum(), (hidden, weight)),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        assert not token_logprobs(hidden, weight, labels, entropy_grad=True, chunk=chunk)[1].requires_grad
+
+
 def test_flat_input_and_hand_arithmetic() -> None:
     # logits (ln 1, ln 3) at temperature 1: probabilities 1/4, 3/4; at temperature 0.5 the logits double: 1/10, 9/10
     hidden, weight = torch.ones(2, 1), torch.tensor([[0.0], [math.log(3)]])
@@ -145,6 +163,8 @@ def test_low_precision_hidden_states_give_fp32_logprobs() -> None:
     for exact in (hidden.bfloat16().float() @ weight.bfloat16().float().T, (hidden @ weight.T).bfloat16().float()):
         # without one of the roundings it would be something else
         assert float((naive(exact, torch.eye(V), labels, 0.7)[0] - logprobs).abs().max()) > 1e-3
+    loss, _ = cross_entropy_sum(hidden.bfloat16(), weight, labels)
+    torch.testing.assert_close(loss, -naive(logits, torch.eye(V), labels, 1.0)[0].sum(), atol=1e-5, rtol=1e-6)
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 1000])
@@ -193,6 +213,16 @@ def test_no_tensor_is_larger_than_one_chunk_of_logits(function) -> None:  # type
     with LiveElements() as live:
         function(hidden, weight, labels, chunk=chunk)[0].sum().backward()
     assert chunk * vocab <= live.largest <= chunk * vocab + vocab < rows * vocab
+
+
+@pytest.mark.parametrize("function", [token_logprobs, cross_entropy_sum])
+def test_a_chunk_left_out_holds_the_kept_logits(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chunks.KEPT_LOGITS * 4 == 64 * 2**20
+    monkeypatch.setattr(chunks, "KEPT_LOGITS", 16 * 512 + 5)
+    hidden, weight = torch.randn(100, 4, requires_grad=True), torch.randn(512, 4, requires_grad=True)
+    with LiveElements() as live:
+        function(hidden, weight, torch.randint(0, 512, (100,)))[0].sum().backward()
+    assert live.largest == 16 * 512
 
 
 class LiveBytes(TorchDispatchMode):

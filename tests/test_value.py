@@ -116,6 +116,7 @@ def test_empty_rows_and_masks() -> None:
     ("value", "expected", "gradient"),
     [
         (1.1, 0.5 * 0.9**2, -0.9),  # inside the clip range around 1: both terms equal
+        (1.3, 0.5 * 0.8**2, 0.0),  # better than the clipped 1.2, as the next
         (1.5, 0.5 * 0.8**2, 0.0),  # better than the clipped 1.2: the larger error counts, which has no gradient
         (0.5, 0.5 * 1.5**2, -1.5),  # away from the return: the unclipped error is the larger one
     ],
