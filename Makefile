@@ -2,10 +2,11 @@
 PYTHON ?= python3.11
 BIN := $(CURDIR)/.venv/bin
 INSTALLED := .venv/.installed
+INTEROP := .venv/.interop
 
 export PATH := $(BIN):$(PATH)
 
-.PHONY: setup repro test check ui
+.PHONY: setup repro test check interop ui
 
 repro: $(INSTALLED)  ## bring every stage up to date
 	$(BIN)/dvc repro
@@ -18,6 +19,9 @@ check: $(INSTALLED)  ## layout, lint, types
 	$(BIN)/ruff check --quiet .
 	$(BIN)/mypy
 
+interop: $(INTEROP)  ## the losses against trl, the adapters against peft
+	$(BIN)/python -m pytest tests/test_oracles.py tests/test_lora.py
+
 ui: $(INSTALLED)  ## curves and samples of all runs
 	$(BIN)/python -m pipeline.tracking.ui
 
@@ -28,4 +32,9 @@ $(INSTALLED): requirements.lock pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	test -d .dvc || $(BIN)/dvc init --quiet
+	touch $@
+
+# trl, peft and accelerate on top; requirements.lock as constraints keeps torch and all else as they are.
+$(INTEROP): requirements-interop.lock $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-interop.lock
 	touch $@

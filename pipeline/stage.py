@@ -8,6 +8,7 @@ with stage_run("grpo", params={"grpo": ...}, inputs=["checkpoints/full_sft.pth"]
 """
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -31,6 +32,8 @@ from pipeline.tracking.store import tracking_uri
 from pipeline.training.ranks import ALONE, Ranks, launched_ranks
 
 FOLLOWERS_END_S = 5.0
+OTHER_RANK_GONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
+"""What gloo, the store of ranks and nccl say when the process at the other end of a connection is gone."""
 
 
 class StageRun:
@@ -207,7 +210,8 @@ def stage_run(
     memory_hint = _memory_hint(stage, params)
     launched = launched_ranks() if ranked else ALONE
     if launched.rank:
-        with lasting_stderr(), exit_on_error(f"{stage}, rank {launched.rank}", memory_hint), StopSignals() as stop:
+        name = f"{stage}, rank {launched.rank}"
+        with lasting_stderr(), exit_on_error(name, memory_hint), _other_ranks_gone(), StopSignals() as stop:
             yield Follower(stage, root, launched, stop)
         return
     with stage_process(stage, root=root, memory_hint=memory_hint) as stop, ExitStack() as stack:
@@ -280,12 +284,23 @@ def _followers(ranks: int) -> Iterator[None]:
             follower.wait()
 
 
+@contextmanager
+def _other_ranks_gone() -> Iterator[None]:
+    """One line in place of a traceback where a rank that died takes a follower with it: the reason is that rank's to say."""
+    try:
+        yield
+    except RuntimeError as error:
+        if any(sign in str(error) for sign in OTHER_RANK_GONE):
+            raise Stopped(signal.SIGTERM, ", because another rank is gone") from None
+        raise
+
+
 def _wait_for(followers: Sequence["subprocess.Popen[bytes]"]) -> int:
-    """Gives the followers time to end; the exit code of the first that ended with an error, 0 where none did."""
+    """Gives the followers time to end; the exit code of one that failed, else of one that was stopped, else 0."""
     deadline = time.monotonic() + FOLLOWERS_END_S
-    while time.monotonic() < deadline and any(follower.poll() is None for follower in followers):
+    while None in (codes := [follower.poll() for follower in followers]) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return next((follower.returncode for follower in followers if (follower.returncode or 0) > 0), 0)
+    return min((code for code in codes if code and code > 0), default=0)
 
 
 def _describe(run: StageRun, key: str, params: Mapping[str, Any], known: Mapping[str, str]) -> None:

@@ -19,7 +19,6 @@ from tiny_runs import (
     RouterSpy,
     SamplingRun,
     Score,
-    SpyUpdater,
     assert_bits_equal,
     assert_near,
     even,
@@ -451,6 +450,8 @@ class ScriptedEngine:
 
     @torch.no_grad()
     def complete(self, prompt: list[int], key: int, temperature: float) -> Completion:
+        training = self.model.training
+        self.model.eval()
         control, text = self.tokenizer.control_id, self.tokenizer.encode_text
         if control("<tool_response>") in prompt:
             ids = text("42" if key % 2 else "stone")
@@ -459,42 +460,74 @@ class ScriptedEngine:
             ids = [control("<tool_call>"), *call, control("</tool_call>")]
         ids = [*ids, self.tokenizer.eos_id]
         logits = self.model(torch.tensor([prompt + ids[:-1]]))[0, len(prompt) - 1 :]
+        self.model.train(training)
         logprobs = torch.log_softmax(logits / temperature, dim=-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
         return Completion(ids, logprobs.tolist(), StopReason.EOS)
 
 
+class AgentRun:
+    """A task over prompts with a tool, whose policy was left in training mode with dropout, and the trajectories it leaves."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, settings: Group) -> None:
+        system = {"role": "system", "content": "", "tools": [tool_schema("calculate_math", "en")]}
+        asked = [[system, user(f"6*7? {n}"), {"role": "assistant", "content": ""}] for n in range(4)]
+        make_set(folder, "agent", [{"conversations": turns, "gt": ["42"]} for turns in asked], tokenizer)
+        shape = {"sharpness": 4.0, "max_position_embeddings": 2048, "dropout": 0.1}
+        self.policy, self.reference, self.twin = (make_model(tokenizer, **shape) for _ in range(3))
+        self.policy.train()
+        self.trajectories: list[Trajectory] = []
+        opened = open_prompts(folder / "prepared" / "agent", settings, tokenizer, 0.0, print)
+        state, self.updater = one_module(self.policy, settings, 4, "policy")
+        engine, encoder = ScriptedEngine(self.policy, tokenizer), ChatEncoder(tokenizer)
+
+        def rollout(tasks: Sequence[PromptTask], keys: Sequence[int]) -> list[Trajectory]:
+            limits = {"max_turns": 3, "max_new_tokens": 80, "max_total_len": 2048, "temperature": settings.temperature}
+            self.trajectories = run_episodes(engine, encoder, tokenizer, tasks, keys=keys, **limits)
+            return self.trajectories
+
+        score = EpisodeScorer(REWARDS, Fixed(0.0))
+        self.task = RolloutTask(state, self.policy, self.reference, opened, rollout, score, tokenizer.decode_all, print)
+
+
+def agent_settings(**changes: Any) -> Group:
+    return make_settings(max_prompt_len=1500, batch_size=3, thinking_ratio=0.0, max_new_tokens=80, **changes)
+
+
 def test_agent_trains_on_what_the_policy_wrote_and_not_on_what_tools_said(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    system = {"role": "system", "content": "", "tools": [tool_schema("calculate_math", "en")]}
-    rows = [{"conversations": [system, user(f"6*7? {n}"), {"role": "assistant", "content": ""}], "gt": ["42"]} for n in range(4)]
-    make_set(tmp_path, "agent", rows, tokenizer)
-    settings = make_settings(max_prompt_len=1500, batch_size=3, thinking_ratio=0.0, max_new_tokens=80)
-    policy, reference = (make_model(tokenizer, sharpness=4.0, max_position_embeddings=2048) for _ in range(2))
-    opened = open_prompts(tmp_path / "prepared" / "agent", settings, tokenizer, 0.0, print)
-    state, updater = one_module(policy, settings, 1, "policy")
-    engine, encoder = ScriptedEngine(policy, tokenizer), ChatEncoder(tokenizer)
-    kept: list[Trajectory] = []
-
-    def rollout(tasks: Sequence[PromptTask], keys: Sequence[int]) -> list[Trajectory]:
-        limits = {"max_turns": 3, "max_new_tokens": 80, "max_total_len": 2048, "temperature": settings.temperature}
-        kept.extend(run_episodes(engine, encoder, tokenizer, tasks, keys=keys, **limits))
-        return kept
-
-    score = EpisodeScorer(REWARDS, Fixed(0.0))
-    task = RolloutTask(state, policy, reference, opened, rollout, score, tokenizer.decode_all, print)
-    metrics, collected, _ = group_step(task, settings, CPU, 0)
-    assert isinstance(updater, SpyUpdater) and len(kept) == 12
-    assert all(False in t.sampled and t.sampled[-1] and len(t.turns) == 2 for t in kept)
+    settings = agent_settings()
+    run = AgentRun(tmp_path, tokenizer, settings)
+    metrics, collected, _ = group_step(run.task, settings, CPU, 0)
+    kept = run.trajectories
+    assert len(kept) == 12 and all(False in t.sampled and t.sampled[-1] and len(t.turns) == 2 for t in kept)
     solved = [t.final_answer == "42" for t in kept]
     assert 0 < sum(solved) < 12 and [scored.good for scored in collected.scored] == solved
     assert metrics["tool/success"] == pytest.approx(sum(solved) / 12)
     assert metrics["tool/calls_mean"] == 1 and metrics["tool/error_frac"] == 0
-    assert metrics["policy/ratio_first_update"] == pytest.approx(1, abs=1e-4)
     assert {f"reward/term/{name}" for name in ("answer", "tool_call", "unfinished", "thinking", "repetition")} <= set(metrics)
+    # on policy at temperature 0.6, whatever mode the policy was left in
+    assert metrics["policy/ratio_first_update"] == pytest.approx(1, abs=1e-4)
+    assert metrics["policy/ratio_max"] == pytest.approx(1, abs=1e-4) and metrics["rollout/logprob_diff_max"] < 1e-4
+    assert abs(metrics["policy/ref_kl"]) < 1e-6
 
-    twin = make_model(tokenizer, sharpness=4.0, max_position_embeddings=2048)
     totals = [scored.total for scored in collected.scored]
-    twin_loss(twin, reference, kept, totals, settings).backward()
-    assert_near(updater.gradients[0], {name: p.grad for name, p in twin.named_parameters()}, 2e-6)
+    twin_loss(run.twin, run.reference, kept, totals, settings).backward()
+    assert_near(run.updater.gradients[0], {name: p.grad for name, p in run.twin.named_parameters()}, 2e-6)
+
+
+def test_agent_with_equal_rewards_and_without_kl_moves_nothing(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    settings = agent_settings(kl_coef=0.0, epochs=4)
+    run = AgentRun(tmp_path, tokenizer, settings)
+    group_step(run.task, settings, CPU, 0)  # AdamW has a memory before the rewards run dry
+    run.task.score, run.task.state.step = equal, 1
+    weights, remembered = snapshot(run.policy), moments(run.updater)
+    assert remembered
+    _, _, advantages = group_step(run.task, settings, CPU, 1)
+    assert not advantages.any()
+    summary = train_group(run.task, settings, CPU, MemoryRecorder())
+    assert_bits_equal(snapshot(run.policy), weights)
+    assert_bits_equal(moments(run.updater), remembered)
+    assert len(run.updater.gradients) == 1
+    assert summary["train/steps"] == run.task.state.step == 4 and summary["train/zero_signal_steps"] == 4
 
 
 def sometimes(tasks: Sequence[PromptTask], trajectories: Sequence[Trajectory]) -> list[Scored]:

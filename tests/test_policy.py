@@ -127,7 +127,21 @@ def test_gspo_takes_the_geometric_mean_of_the_ratios() -> None:
     assert float(metrics["ratio_max"]) == pytest.approx(1.0) and float(metrics["clip_frac"]) == 0.0
 
 
-def twin(loss: str, reduction: str, tensors: list[Tensor], mask: Tensor, advantages: Tensor, entropy: Tensor) -> float:
+def test_gspo_clips_all_tokens_of_a_completion_and_no_other() -> None:
+    # ratios 2 and 2 at the two tokens in the loss: s = 2 is beyond 1.3
+    old, mask = torch.full((1, 4), -2.0), torch.tensor([[True, False, True, False]])
+    _, metrics = group_policy_loss(old + math.log(2.0), old, old, torch.ones(1), mask, loss="gspo", size=one(1, 2), **GROUP)
+    assert combine([metrics])["clip_frac"] == 1.0 and combine([metrics])["ratio_max"] == pytest.approx(2.0)
+
+
+def penalty(estimator: str, logprob: float, ref: float) -> float:
+    d = ref - logprob
+    return {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - d - 1}[estimator]
+
+
+def twin(
+    loss: str, reduction: str, estimator: str, tensors: list[Tensor], mask: Tensor, advantages: Tensor, entropy: Tensor
+) -> float:
     """Row by row and token by token, from the definitions."""
     total = 0.0
     for row in range(len(mask)):
@@ -141,23 +155,51 @@ def twin(loss: str, reduction: str, tensors: list[Tensor], mask: Tensor, advanta
             else:
                 clipped = min(max(ratio, 1 - GROUP["clip_eps_low"]), 1 + GROUP["clip_eps_high"])
                 value = -min(ratio * advantage, clipped * advantage)
-            d = float(tensors[2][row, t] - tensors[0][row, t])
-            value += GROUP["kl_coef"] * (math.exp(d) - d - 1) - 0.3 * float(entropy[row, t])
+            value += GROUP["kl_coef"] * penalty(estimator, float(tensors[0][row, t]), float(tensors[2][row, t]))
+            value -= 0.3 * float(entropy[row, t])
             total += value / {"sequence": 3 * len(kept), "token": 11, "constant": 3 * 8}[reduction]
     return total
 
 
+def test_the_reductions_are_those_of_the_papers() -> None:
+    assert REDUCTIONS == {"cispo": "sequence", "grpo": "sequence", "gspo": "sequence", "dapo": "token", "dr_grpo": "constant"}
+
+
+def spoiled_entropy(mask: Tensor, seed: int = 1) -> Tensor:
+    """[4, 6] float64 leaf, not a number outside the mask."""
+    entropy = torch.rand(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.where(mask, entropy, math.nan).requires_grad_()
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("reduction", [None, "sequence", "token", "constant"])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_every_loss_is_its_definition(loss: Any, reduction: Any) -> None:
+def test_every_loss_is_its_definition(loss: Any, reduction: Any, estimator: Any) -> None:
     tensors, mask = ragged()
     tensors = [tensor.detach().double() for tensor in tensors]
-    advantages, entropy = torch.tensor([1.0, -2.0, 0.5, 9.0], dtype=torch.float64), torch.rand(4, 6, dtype=torch.float64)
-    got, _ = group_policy_loss(
-        *tensors, advantages, mask, loss=loss, reduction=reduction, entropy=entropy, entropy_coef=0.3, size=RAGGED, **GROUP
-    )
-    expected = twin(loss, reduction or REDUCTIONS[loss], tensors, mask, advantages, entropy)
+    advantages, entropy = torch.tensor([1.0, -2.0, 0.5, 9.0], dtype=torch.float64), spoiled_entropy(mask)
+    changes: dict[str, Any] = {"reduction": reduction, "kl_estimator": estimator, "entropy": entropy, "entropy_coef": 0.3}
+    got, _ = group_policy_loss(*tensors, advantages, mask, loss=loss, size=RAGGED, **changes, **GROUP)
+    expected = twin(loss, reduction or REDUCTIONS[loss], estimator, tensors, mask, advantages, entropy)
     assert got.item() == pytest.approx(expected, abs=1e-10)
+    assert torch.isfinite(torch.autograd.grad(got, entropy)[0]).all()
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_ppos_loss_is_its_definition(estimator: Any) -> None:
+    tensors, mask = ragged()
+    tensors = [tensor.detach().double() for tensor in tensors]
+    advantages, entropy = torch.linspace(-2, 2, 24, dtype=torch.float64).view(4, 6), spoiled_entropy(mask)
+    changes: dict[str, Any] = {"kl_estimator": estimator, "entropy": entropy, "entropy_coef": 0.3, "num_tokens": 13}
+    got, _ = ppo_policy_loss(*tensors, advantages, mask, **changes, **PPO)
+    expected = 0.0
+    for row, t in mask.nonzero().tolist():
+        logprob, old, ref, advantage = (float(tensor[row, t]) for tensor in (*tensors, advantages))
+        ratio = math.exp(logprob - old)
+        value = -min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
+        expected += (value + PPO["kl_coef"] * penalty(estimator, logprob, ref) - 0.3 * float(entropy[row, t])) / 13
+    assert got.item() == pytest.approx(expected, abs=1e-10)
+    assert torch.isfinite(torch.autograd.grad(got, entropy)[0]).all()
 
 
 def test_the_range_may_be_wider_above_than_below() -> None:
@@ -217,7 +259,7 @@ def test_grpo_clips_by_hand(advantage: float, ratio: float, value: float, gradie
     assert float(torch.autograd.grad(loss, logprobs)[0]) == pytest.approx(gradient, abs=1e-5)
 
 
-@pytest.mark.parametrize(("ratio", "weight"), [(0.01, 0.01), (1.0, 1.0), (1.2, 1.2), (4.0, 1.25)])
+@pytest.mark.parametrize(("ratio", "weight"), [(0.01, 0.01), (1.0, 1.0), (1.2, 1.2), (1.27, 1.25), (4.0, 1.25)])
 def test_cispo_caps_the_weight_but_keeps_every_gradient(ratio: float, weight: float) -> None:
     old = torch.full((1, 1), -2.0)
     logprobs = (old + math.log(ratio)).requires_grad_()
@@ -350,6 +392,21 @@ def test_k3_is_non_negative_finite_and_pulls_back(d: float) -> None:
         assert value.item() > 0 and slope.item() * d > 0
     if d <= 5:
         assert value.item() == pytest.approx(math.exp(d) - d - 1, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("d", "value", "slope"),
+    [
+        (4.9, math.exp(4.9) - 5.9, math.exp(4.9) - 1),
+        (6.0, 2 * math.exp(5) - 7, math.exp(5) - 1),  # the tangent at 5: e^5 + e^5 (6 - 5), minus 6 and 1
+        (-3.0, math.exp(-3) + 2, math.exp(-3) - 1),
+    ],
+)
+def test_k3_follows_its_tangent_beyond_5(d: float, value: float, slope: float) -> None:
+    log_ratio = torch.tensor(d, dtype=torch.float64, requires_grad=True)
+    got = k3(log_ratio)
+    assert got.item() == pytest.approx(value, abs=1e-12)
+    assert float(torch.autograd.grad(got, log_ratio)[0]) == pytest.approx(slope, abs=1e-12)
 
 
 @pytest.mark.parametrize("d", [1e-8, -1e-8, 1e-5, -1e-5, 1e-4, 1e-3, -1e-3])

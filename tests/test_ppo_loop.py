@@ -189,6 +189,20 @@ def test_a_step_is_the_papers_formula(sets: Path, tokenizer: Tokenizer) -> None:
     assert far[0] != far[1] and metrics["value/clip_frac"] == pytest.approx(sum(far) / 2)
 
 
+def test_the_first_update_is_on_policy_despite_temperature_and_dropout(sets: Path, tokenizer: Tokenizer) -> None:
+    settings = make_settings()
+    run = Run(sets, tokenizer, settings, dropout=0.1)
+    run.policy.train()  # as someone may have left them
+    run.critic.train()
+    metrics, _, _ = ppo_step(run.task, settings, CPU, 0)
+    assert settings.temperature == 0.6 and not run.policy.training and not run.critic.training
+    assert metrics["policy/ratio_first_update"] == pytest.approx(1, abs=1e-4)
+    assert metrics["policy/ratio_max"] == pytest.approx(1, abs=1e-4)
+    assert metrics["policy/clip_frac"] == 0 and metrics["rollout/logprob_diff_max"] < 1e-4
+    assert abs(metrics["policy/ref_kl"]) < 1e-6 and abs(metrics["policy/ref_kl_k1"]) < 1e-6
+    assert metrics["value/clip_frac"] == 0 and metrics["policy/entropy"] > 0.1
+
+
 def test_rewards_stand_at_the_last_sampled_token() -> None:
     mask = torch.tensor([[0, 1, 1, 0], [1, 1, 0, 1], [0, 0, 0, 0]]).bool()
     placed = last_token_rewards(torch.tensor([2.0, 3.0, 4.0]), mask)
@@ -471,17 +485,21 @@ def test_a_killed_run_ends_with_the_same_bits(sets: Path, tokenizer: Tokenizer) 
 
 def test_equal_rewards_move_the_critic_alone_and_are_said(sets: Path, tokenizer: Tokenizer) -> None:
     """Whitening would turn what an untrained critic guesses into advantages of unit variance."""
-    settings = make_settings(epochs=2, kl_coef=0.0, max_steps=5)
-    run, recorder = (
-        Run(sets, tokenizer, settings, score=lambda _, trajectories: [Scored(0.7, {}, True)] * len(trajectories)),
-        MemoryRecorder(),
-    )
+    settings = make_settings(epochs=2, kl_coef=0.0)
+    run, recorder = Run(sets, tokenizer, settings), MemoryRecorder()
+    ppo_step(run.task, settings, CPU, 0)  # AdamW has a memory before the rewards run dry
+    run.task.score = lambda _, trajectories: [Scored(0.7, {}, True)] * len(trajectories)
+    run.task.state.step = 1
     before = run.everything()
     summary = train_ppo(run.task, settings, CPU, recorder)
     after = run.everything()
-    assert_bits_equal(*({k: v for k, v in side.items() if k.startswith("policy/")} for side in (before, after)))
+    of_policy = [{k: v for k, v in side.items() if k.startswith(("policy/", "policy moments/"))} for side in (before, after)]
+    assert any(name.startswith("policy moments/") for name in of_policy[0])
+    assert_bits_equal(*of_policy)
     assert any(not torch.equal(before[name], after[name]) for name in before if name.startswith("critic/"))
-    assert recorder.at(1)["advantages/std"] == 0.0 and recorder.at(1)["reward/std"] == 0.0
+    assert len(run.updater.gradients) == 1 < len(run.critic_updater.gradients)
+    assert recorder.at(2)["advantages/abs_max"] == 0.0 and recorder.at(2)["reward/std"] == 0.0
+    assert run.task.state.step == 6 and summary["train/steps"] == 6
     assert [warning.split()[0] for warning in run.warnings] == ["5"] and summary["train/zero_signal_steps"] == 5
 
 

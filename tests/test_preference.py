@@ -63,6 +63,14 @@ def test_the_family_by_hand(loss: Any, smoothing: float, value: float, slope: fl
     assert grad.tolist() == pytest.approx([slope, -slope], abs=1e-12)
 
 
+def test_hinge_lets_go_once_the_margin_is_there() -> None:
+    # beta h = 0.15 * 10 = 1.5, beyond 1; the second pair's is 0.15 * 2 = 0.3
+    logprobs = torch.tensor([-2.0, -2.0, -12.0, -4.0], requires_grad=True)
+    loss, _ = dpo_loss(logprobs, torch.zeros(4), beta=0.15, loss="hinge", num_pairs=2)
+    assert loss.item() == pytest.approx((0 + 0.7) / 2)
+    torch.testing.assert_close(torch.autograd.grad(loss, logprobs)[0], torch.tensor([0.0, -0.075, 0.0, 0.075]))
+
+
 @pytest.mark.parametrize(("loss", "start"), [("sigmoid", math.log(2)), ("ipo", 1 / (4 * 0.15**2)), ("hinge", 1.0)])
 def test_where_the_family_starts(loss: Any, start: float) -> None:
     logprobs = torch.tensor([-5.0, -7.0, -6.0, -2.0], requires_grad=True)
@@ -89,6 +97,8 @@ def test_bradley_terry_by_hand() -> None:
     expected = sum(math.log(1 + math.exp(-margin)) for margin in (2, -1, 0)) / 3
     assert loss.item() == pytest.approx(expected, abs=1e-6)
     assert combine([metrics]) == pytest.approx({"accuracy": 0.5, "margin": 1 / 3})
+    part, _ = bradley_terry_loss(torch.tensor([3.0, 0.0, 1.0, 1.0, 1.0, 1.0]), num_pairs=6)  # of a step with six pairs
+    assert part.item() == pytest.approx(expected / 2, abs=1e-6)
 
 
 def test_extreme_margins_stay_finite() -> None:

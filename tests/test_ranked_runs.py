@@ -29,15 +29,15 @@ pytestmark = pytest.mark.slow
 
 
 def main(sets: Path, ranks: int, epochs: int, fault: str) -> None:
-    """A small stage in the current directory; `fault` makes rank 1 fail."""
+    """A small stage in the current directory; the rank that `fault` names fails."""
     own = {"device": "cpu", "dtype": "float32", "threads": 1, "ranks": ranks, "mlflow": False, "save_every_s": 1e9}
     runtime = Runtime.model_validate(read_yaml(ROOT / "params.yaml")["runtime"] | own)
     settings = make_settings(epochs=epochs, accumulation_steps=3, val_every=10**6, lr=3e-4)
     with stage_run("pretrain", params={"epochs": epochs}, inputs=[], runtime=runtime, ranked=True) as run:
         device = open_device(runtime)
         Path(f"rank{device.ranks.rank}.pid").write_text(str(os.getpid()))
-        if fault and device.ranks.rank == 1:
-            raise DataError("rank 1 misses its data")
+        if fault == str(device.ranks.rank):
+            raise DataError(f"rank {fault} misses its data")
         task, _ = language_task(sets, load_tokenizer(sets / "tokenizer"), settings, open_model(sets))
         summary = train_supervised(task, settings, device, run)
         Path("out.json").write_text(json.dumps({"rank": device.ranks.rank, "size": device.ranks.size, **summary}))
@@ -126,20 +126,26 @@ def test_a_stop_reaches_all_ranks_and_the_run_goes_on(tmp_path: Path, sets: Path
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
 
 
-def test_the_death_of_rank_0_ends_the_others(tmp_path: Path, sets: Path) -> None:
-    with stage(tmp_path, sets, epochs=4000) as process:
+def test_the_death_of_rank_0_ends_the_others_with_a_line_each(tmp_path: Path, sets: Path) -> None:
+    with stage(tmp_path, sets, ranks=3, epochs=4000) as process:
         until(lambda: len(logged_steps(tmp_path)) > 5)
         process.kill()
         until(lambda: not alive(follower(tmp_path)), 40)
+        assert process.stderr is not None
+        said = process.stderr.read()  # ends when the last process has
+    assert "Traceback" not in said
+    for rank in (1, 2):
+        assert said.count(f"pretrain, rank {rank}: stopped by SIGTERM") == 1
 
 
-def test_a_rank_that_fails_decides_the_exit_code(tmp_path: Path, sets: Path) -> None:
-    with stage(tmp_path, sets, fault="data") as process:
+@pytest.mark.parametrize("fault", ["1", "2"])
+def test_a_rank_that_fails_decides_the_exit_code(tmp_path: Path, sets: Path, fault: str) -> None:
+    """The third one, that loses its connections, says so in a line."""
+    with stage(tmp_path, sets, ranks=3, fault=fault) as process:
         assert process.wait(90) == DataError.exit_code
         assert process.stderr is not None
-        lines = process.stderr.read().splitlines()
-    assert "pretrain, rank 1: rank 1 misses its data" in lines
-    assert not any("Traceback" in line for line in lines)
+        said = process.stderr.read()
+    assert f"pretrain, rank {fault}: rank {fault} misses its data" in said and "Traceback" not in said
 
 
 if __name__ == "__main__":

@@ -110,16 +110,19 @@ def train_reward(sets: Path, tokenizer: Tokenizer, device: Device) -> Outcome:
     return train_one(make_reward(sets, tokenizer, settings, sharpness=4.0, dropout=0.0), settings, device)
 
 
-def train_group_run(
+def train_policy(
     sets: Path,
     tokenizer: Tokenizer,
     device: Device,
-    settings: Group,
+    settings: Group | Ppo,
     change: Callable[[Rollout], Rollout] = lambda rollout: rollout,
 ) -> Outcome:
-    run, recorder = GroupRun(sets, tokenizer, settings), MemoryRecorder()
+    """Of a stage that samples; beside the outcome how many trajectories of the first step this process sampled."""
+    recorder = MemoryRecorder()
+    run: Any = (PpoRun if isinstance(settings, Ppo) else GroupRun)(sets, tokenizer, settings)
     run.task.rollout = change(run.task.rollout)
-    found = outcome(run.task.state, recorder, train_group(run.task, settings, device, recorder))
+    train: Any = train_ppo if isinstance(settings, Ppo) else train_group
+    found = outcome(run.task.state, recorder, train(run.task, settings, device, recorder))
     return found | {"sampled": len(run.trajectories[0])}
 
 
@@ -133,33 +136,20 @@ def train_grpo(sets: Path, tokenizer: Tokenizer, device: Device) -> Outcome:
         dynamic_sampling={"max_rounds": 2},
         overlong={"buffer": 2, "penalty": 0.5, "train_truncated": False},
     )
-    return train_group_run(sets, tokenizer, device, settings)
+    return train_policy(sets, tokenizer, device, settings)
 
 
 def train_grpo_empty(sets: Path, tokenizer: Tokenizer, device: Device) -> Outcome:
     settings = group_settings(**SLOW, batch_size=3, group_size=2, loss="grpo")
     keys = [[seed_for(1, "rollout", step, place, member) for place in range(3) for member in range(2)] for step in range(3)]
-    return train_group_run(sets, tokenizer, device, settings, lambda rollout: without_ids(rollout, keys))
+    return train_policy(sets, tokenizer, device, settings, lambda rollout: without_ids(rollout, keys))
 
 
 def train_agent(sets: Path, tokenizer: Tokenizer, device: Device) -> Outcome:
     """What tools wrote lies between sampled tokens; sums are divided by the most tokens an episode may have."""
     plain = group_settings(**SLOW, loss="dr_grpo", entropy_coef=0.01)
     settings = Agent(**plain.model_dump(), max_turns=2, max_total_len=200)
-    return train_group_run(sets, tokenizer, device, settings, with_tools)
-
-
-def train_ppo_run(
-    sets: Path,
-    tokenizer: Tokenizer,
-    device: Device,
-    settings: Ppo,
-    change: Callable[[Rollout], Rollout] = lambda rollout: rollout,
-) -> Outcome:
-    run, recorder = PpoRun(sets, tokenizer, settings), MemoryRecorder()
-    run.task.rollout = change(run.task.rollout)
-    found = outcome(run.task.state, recorder, train_ppo(run.task, settings, device, recorder))
-    return found | {"sampled": len(run.trajectories[0])}
+    return train_policy(sets, tokenizer, device, settings, with_tools)
 
 
 def train_ppo_whole(sets: Path, tokenizer: Tokenizer, device: Device) -> Outcome:
@@ -174,19 +164,19 @@ def train_ppo_whole(sets: Path, tokenizer: Tokenizer, device: Device) -> Outcome
         bootstrap_truncated=True,
         entropy_coef=0.01,
     )
-    return train_ppo_run(sets, tokenizer, device, settings)
+    return train_policy(sets, tokenizer, device, settings)
 
 
 def train_ppo_stopped(sets: Path, tokenizer: Tokenizer, device: Device) -> Outcome:
     """The KL of the whole mini-batch ends the step."""
     settings = ppo_settings(**SLOW, critic_lr=3e-4, updates_per_rollout=4, warmup_steps=0, early_stop_kl=1e-4)
-    return train_ppo_run(sets, tokenizer, device, settings)
+    return train_policy(sets, tokenizer, device, settings)
 
 
 def train_ppo_empty(sets: Path, tokenizer: Tokenizer, device: Device) -> Outcome:
     keys = [[seed_for(1, "rollout", step, place) for place in range(6)] for step in range(3)]
     settings = ppo_settings(**SLOW, critic_lr=3e-4, updates_per_rollout=2)
-    return train_ppo_run(sets, tokenizer, device, settings, lambda rollout: without_ids(rollout, keys))
+    return train_policy(sets, tokenizer, device, settings, lambda rollout: without_ids(rollout, keys))
 
 
 CASES: dict[str, Callable[[Path, Tokenizer, Device], Outcome]] = {

@@ -116,6 +116,7 @@ def test_empty_rows_and_masks() -> None:
     ("value", "expected", "gradient"),
     [
         (1.1, 0.5 * 0.9**2, -0.9),  # inside the clip range around 1: both terms equal
+        (1.3, 0.5 * 0.8**2, 0.0),  # better than the clipped 1.2, as the next
         (1.5, 0.5 * 0.8**2, 0.0),  # better than the clipped 1.2: the larger error counts, which has no gradient
         (0.5, 0.5 * 1.5**2, -1.5),  # away from the return: the unclipped error is the larger one
     ],
@@ -165,7 +166,9 @@ def test_group_advantages_equal_the_reference_figures() -> None:
 
 def test_group_advantages_by_hand() -> None:
     # 3, 1, 2: mean 2, population variance 2/3; the second group has no signal
-    advantages = group_advantages(torch.tensor([3.0, 1.0, 2.0, 5.0, 5.0, 5.0]), 3)
+    rewards = torch.tensor([3.0, 1.0, 2.0, 5.0, 5.0, 5.0])
+    assert group_advantages(rewards, 3, divide_by_std=False).tolist() == [1.0, -1.0, 0.0, 0.0, 0.0, 0.0]
+    advantages = group_advantages(rewards, 3)
     unit = 1 / (math.sqrt(2 / 3) + 1e-4)
     torch.testing.assert_close(advantages, torch.tensor([unit, -unit, 0.0, 0.0, 0.0, 0.0]))
 

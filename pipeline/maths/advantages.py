@@ -11,6 +11,8 @@ WHITEN_EPS = 1e-8
 def group_advantages(rewards: Tensor, group_size: int, *, divide_by_std: bool = True) -> Tensor:
     """(reward - group mean) / (group std + 1e-4), population std (arXiv:2402.03300, section 4.1.2).
 
+    trl divides by the sample's std, which is sqrt(G / (G - 1)) times larger.
+
     Args:
         rewards: `[P * G]`, the G completions of a prompt adjacent.
         group_size: G.

@@ -20,7 +20,8 @@ def token_logprobs(
 
     The temperature is the one that sampled: old, new and reference logprobs then belong to one distribution and
     the ratio of the first update is exactly 1. Beyond `chunk` trained positions logits are formed a chunk at a
-    time and again in the backward pass, so at most six fp32 tensors of `[chunk, V]` live at once beside the gradients.
+    time and again in the backward pass. Measured over forward and backward: at most five fp32 tensors of `[chunk, V]`, and with
+    `entropy_grad` one of bool, live at once beside two gradients of the weight and what grows with B * T * D.
 
     Args:
         hidden: `[..., D]`, after the final norm.

@@ -24,7 +24,7 @@ REDUCTIONS: dict[GroupLoss, Reduction] = {
     "gspo": "sequence",
     "dr_grpo": "constant",
 }
-"""How the paper of each loss sums over tokens."""
+"""How the paper of each loss sums over tokens; cispo as MiniMind does it (its paper: `token`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,8 @@ def group_policy_loss(
       -min(r A, clip(r, 1 - clip_eps_low, 1 + clip_eps_high) A). They differ in reduction, in range and in the advantage.
     - `gspo` (arXiv:2507.18071 eq. 5): the same with the completion's ratio s = exp(mean of log r) in place of r; the gradient
       flows through every token of s.
-    - `cispo` (arXiv:2506.13585 eq. 4): -stop_gradient(min(r, ratio_cap)) A logp; every token keeps its gradient.
+    - `cispo` (arXiv:2506.13585 eq. 4): -stop_gradient(min(r, ratio_cap)) A logp; every token keeps its gradient. The paper
+      reduces by `token`.
 
     All add kl_coef * KL per token against the reference and subtract entropy_coef * entropy.
 

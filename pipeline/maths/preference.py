@@ -22,7 +22,8 @@ def dpo_loss(
 
     - `sigmoid` (arXiv:2305.18290 eq. 7): -log sigmoid(beta h). With `label_smoothing` e, the chance that a pair is labelled the
       wrong way round: -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h) (conservative DPO, E. Mitchell 2023).
-    - `ipo` (arXiv:2310.12036 eq. 17): (h - 1 / (2 beta))^2, which stops pulling once h is there.
+    - `ipo` (arXiv:2310.12036 eq. 17): (h - 1 / (2 beta))^2, which stops pulling once h is there. h is a difference of sums, as in
+      the paper; trl takes means over tokens.
     - `hinge` (arXiv:2305.10425): max(0, 1 - beta h).
 
     At policy = reference the loss is ln 2, 1 / (4 beta^2) or 1, and its gradient is not zero.

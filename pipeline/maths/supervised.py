@@ -12,7 +12,8 @@ def cross_entropy_sum(hidden: Tensor, head_weight: Tensor, labels: Tensor, *, ch
 
     Divide by the number of trained positions of the whole optimizer step: a mean per micro-batch would weigh the
     tokens of short batches more. Beyond `chunk` trained positions logits are formed a chunk at a time and again in
-    the backward pass, so no tensor grows with B * T * V.
+    the backward pass: at most three fp32 tensors of `[chunk, V]` live at once beside two gradients of the weight and what
+    grows with B * T * D.
 
     Args:
         hidden: `[..., D]`, after the final norm.
