@@ -48,6 +48,7 @@ from pipeline.rollout.records import Completion, StopReason, Trajectory
 from pipeline.text.chat import ChatEncoder
 from pipeline.text.tokenizer import Tokenizer
 from pipeline.tools.registry import tool_schema
+from pipeline.training.device import Device
 from pipeline.training.group_loop import group_step, train_group
 from pipeline.training.policy_setup import open_prompts
 from pipeline.training.rollouts import RolloutTask, total_steps
@@ -181,6 +182,18 @@ def test_the_first_update_is_on_policy_despite_temperature_and_dropout(sets: Pat
     assert metrics["policy/clip_frac"] == 0 and metrics["rollout/logprob_diff_max"] < 1e-4
     assert abs(metrics["policy/ref_kl"]) < 1e-6 and abs(metrics["policy/ref_kl_k1"]) < 1e-6
     assert metrics["policy/entropy"] > 0.1
+
+
+@pytest.mark.parametrize("old_logprobs", ["sampled", "recomputed"])
+def test_in_bfloat16_the_distance_of_sampler_and_trainer_is_reported(sets: Path, tokenizer: Tokenizer, old_logprobs: str) -> None:
+    """Two kernels round differently; with recomputed old logprobs the first ratio is 1 all the same."""
+    settings = make_settings(old_logprobs=old_logprobs, updates_per_rollout=2, lr=0.01)
+    bfloat16 = Device(torch.device("cpu"), torch.bfloat16, gradient_checkpointing=False)
+    run = Run(sets, tokenizer, settings, autocast_dtype=torch.bfloat16, sharpness=2.0)
+    metrics, _, _ = group_step(run.task, settings, bfloat16, 0)
+    assert 1e-5 < metrics["rollout/logprob_diff_max"] <= 2e-2
+    distance = abs(metrics["policy/ratio_first_update"] - 1)
+    assert distance < 1e-7 if old_logprobs == "recomputed" else 0 < distance < 1e-2
 
 
 def test_metrics_say_what_happened(sets: Path, tokenizer: Tokenizer) -> None:

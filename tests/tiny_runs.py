@@ -260,7 +260,16 @@ def row_logprobs(model: CausalLM, trajectory: Trajectory, temperature: float) ->
 class SamplingRun:
     """What a task of grpo or ppo samples with, over the tiny prompts, and the trajectories and warnings it leaves."""
 
-    def __init__(self, sets: Path, tokenizer: Tokenizer, settings: Sampling, *, max_total_len: int = 500, **model: Any) -> None:
+    def __init__(
+        self,
+        sets: Path,
+        tokenizer: Tokenizer,
+        settings: Sampling,
+        *,
+        max_total_len: int = 500,
+        autocast_dtype: torch.dtype | None = None,
+        **model: Any,
+    ) -> None:
         shape = {"sharpness": 6.0, "dropout": 0.1} | model
         self.policy = make_model(tokenizer, **shape)
         self.reference = make_model(tokenizer, **shape).requires_grad_(False)
@@ -268,7 +277,7 @@ class SamplingRun:
         self.warnings: list[str] = []
         self.prompts = open_prompts(sets / "prepared" / "rlaif", settings, tokenizer, 0.0, self.warnings.append)
         stop_ids = [tokenizer.eos_id, *range(40, 300, 9)]  # more ends than one, so that lengths differ
-        engine = TorchRolloutEngine(self.policy, stop_ids=stop_ids, pad_id=0, max_rows=64)
+        engine = TorchRolloutEngine(self.policy, stop_ids=stop_ids, pad_id=0, max_rows=64, autocast_dtype=autocast_dtype)
         self._sample = partial(
             run_episodes,
             engine,
