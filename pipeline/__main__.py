@@ -35,6 +35,17 @@ def check() -> None:
     typer.echo("params.yaml is valid")
 
 
+@app.command()
+def plan(
+    targets: Annotated[list[str] | None, typer.Argument(help="stages to bring up to date; all when left out")] = None,
+) -> None:
+    """Say which stages `dvc repro` would run, and why."""
+    from pipeline.lineage.plan import read_plan  # imports DVC
+
+    for planned in read_plan(Path.cwd(), targets or ()):
+        typer.echo(f"{planned.stage:<16} {planned.verdict:<10} {'; '.join(planned.causes)}".rstrip())
+
+
 Model = Annotated[str, typer.Argument(help="pretrain, full_sft, lora, dpo, ppo, grpo or agent")]
 
 

@@ -22,10 +22,10 @@ from typing import Any, Self
 import pipeline
 from pipeline.digests import digest, digests
 from pipeline.params.schema import Runtime
-from pipeline.supervise import Stopped, StopSignals, exit_on_error, explain, hold, lasting_stderr, now_s
+from pipeline.supervise import Stopped, StopSignals, exit_on_error, explain, hold, lasting_stderr
 from pipeline.tracking.console import ProgressBar
 from pipeline.tracking.description import run_name, run_tags
-from pipeline.tracking.recorder import JsonLines, Recorder
+from pipeline.tracking.recorder import JsonLines, Recorder, now_s
 from pipeline.tracking.run_folder import RunFolder, open_run_folder, read_json, run_key, write_json
 from pipeline.tracking.saves import discard, newest_save, read_save, write_save
 from pipeline.tracking.store import tracking_uri

@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from pipeline.errors import DataError, HeldError, NumericsError, ParamsError
 from pipeline.supervise import Stopped, exit_on_error, explain, hold, is_held
+from pipeline.supervise.ancestry import POLL_S, VARIABLE, Ancestor, handed_down, inherited
 
 ROOT = Path(__file__).parents[1]
 
@@ -232,3 +234,49 @@ def test_each_fault_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         raise DataError("a.jsonl:3: not JSON", "a.jsonl:9: no role")
     assert ended.value.code == 3
     assert capsys.readouterr().err == "data@dpo: a.jsonl:3: not JSON\ndata@dpo: a.jsonl:9: no role\n"
+
+
+ANCESTOR = """
+    import os, subprocess, sys
+    from pipeline.supervise.ancestry import handed_down
+
+    subprocess.run([sys.executable, *sys.argv[1:]], env={**os.environ, **handed_down()})
+"""
+
+
+@pytest.mark.parametrize("stopped", ["flow", "middle"])
+def test_the_death_of_any_ancestor_stops_the_loop(tmp_path: Path, stopped: str) -> None:
+    """flow -> middle -> a shell that ignores its parent's death, as dvc does -> the loop."""
+    for name, code in (("flow", ANCESTOR), ("toy", _loop())):
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(code))
+    relay = "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]])"
+    chain = [sys.executable, "flow.py", "flow.py", "-c", relay, "toy.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(chain, cwd=tmp_path, env=environment, start_new_session=True) as process:
+        _wait(lambda: "ready" in _said(tmp_path))
+        middle = psutil.Process(process.pid).children()[0]
+        loop = middle.children(recursive=True)[-1]
+        try:
+            (process if stopped == "flow" else middle).kill()
+            _wait(lambda: "saved" in _said(tmp_path), timeout_s=POLL_S + 10)
+            loop.wait(20)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_zombie_and_a_number_given_again_are_no_ancestors() -> None:
+    own = psutil.Process()
+    assert Ancestor(own.pid, own.create_time()).is_alive
+    assert not Ancestor(own.pid, own.create_time() - 60).is_alive
+    with subprocess.Popen(["true"]) as ended:
+        started = psutil.Process(ended.pid).create_time()
+        _wait(lambda: psutil.Process(ended.pid).status() == psutil.STATUS_ZOMBIE)
+        assert not Ancestor(ended.pid, started).is_alive
+    assert not Ancestor(ended.pid, started).is_alive
+
+
+def test_ancestors_are_handed_down_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "12:3.5,nonsense,13:4.5")
+    assert inherited() == [Ancestor(12, 3.5), Ancestor(13, 4.5)]
+    monkeypatch.setenv(VARIABLE, handed_down()[VARIABLE])
+    assert inherited()[:2] == [Ancestor(12, 3.5), Ancestor(13, 4.5)] and inherited()[2].pid == os.getpid()

@@ -21,8 +21,9 @@ from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 
 from pipeline.errors import PipelineError
-from pipeline.supervise import exit_on_error, hold, is_held, lasting_stderr, now_s
+from pipeline.supervise import exit_on_error, hold, is_held, lasting_stderr
 from pipeline.tracking.description import flatten
+from pipeline.tracking.recorder import now_s
 from pipeline.tracking.run_folder import RunFolder, read_json, write_json
 from pipeline.tracking.saves import committed_sizes
 from pipeline.tracking.store import open_store

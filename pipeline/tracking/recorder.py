@@ -3,11 +3,15 @@
 import json
 import math
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.supervise import now_s
+
+def now_s() -> float:
+    """Unix time in seconds, to the millisecond: what MLflow stores."""
+    return round(time.time(), 3)
 
 
 class JsonLines:

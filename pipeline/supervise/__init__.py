@@ -1,0 +1,15 @@
+"""A stage's process: stop signals, the death of its parent, exclusive locks, and exit codes.
+
+| exit code | meaning |
+| --- | --- |
+| 0 | finished |
+| 1 | a programming mistake (traceback), or the disk is full |
+| 2 - 6 | a `PipelineError`: parameters, data, numerics, memory, held by another process |
+| 128 + n | stopped by signal n after saving; a second signal, or 25 s without the end of a step, stops at once |
+"""
+
+from pipeline.supervise.exits import exit_on_error, explain, lasting_stderr
+from pipeline.supervise.locks import hold, is_held
+from pipeline.supervise.signals import Stopped, StopSignals
+
+__all__ = ["StopSignals", "Stopped", "exit_on_error", "explain", "hold", "is_held", "lasting_stderr"]

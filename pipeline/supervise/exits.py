@@ -1,0 +1,84 @@
+"""How a stage's process ends: exit codes, and one readable line per fault."""
+
+import errno
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, suppress
+from typing import Any, TextIO, cast
+
+from pipeline.errors import OutOfMemoryError, PipelineError
+from pipeline.supervise.signals import Stopped
+
+
+def explain(error: BaseException, memory_hint: str = "use a smaller batch") -> tuple[int, list[str]]:
+    """The exit code that stands for `error`, and the lines to print: readable for what a user can mend, else a traceback."""
+    match error:
+        case PipelineError():
+            return error.exit_code, list(error.lines)
+        case Stopped():
+            return 128 + error.signum, [str(error)]
+        case KeyboardInterrupt():
+            return 128 + signal.SIGINT, ["interrupted"]
+        case SystemExit():
+            return (error.code if isinstance(error.code, int) else int(error.code is not None)), [f"exit {error.code}"]
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+            place = error.filename or "disk"
+            return 1, [f"{place}: no space left; free some and run the same command: it resumes at the last save"]
+    if _is_out_of_memory(error):
+        said = (str(error).splitlines() or ["host memory"])[0]
+        return OutOfMemoryError.exit_code, [f"out of memory ({said[:200]}): {memory_hint}"]
+    return 1, "".join(traceback.format_exception(error)).splitlines()
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError):
+        return True
+    signs = ("out of memory", "can't allocate memory", "not enough memory")
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in signs)
+
+
+@contextmanager
+def exit_on_error(name: str, memory_hint: str = "use a smaller batch") -> Iterator[None]:
+    """Ends the process with the exit code of what the block raises, after one readable line per fault on stderr.
+
+    Args:
+        name: printed before the lines: the stage.
+        memory_hint: what to lower when memory runs out.
+    """
+    try:
+        yield
+    except SystemExit:
+        raise
+    except BaseException as error:  # the process ends here, whatever it was
+        code, lines = explain(error, memory_hint)
+        for line in lines:
+            print(line if len(lines) > 1 and code == 1 else f"{name}: {line}", file=sys.stderr, flush=True)
+        raise SystemExit(code) from error
+
+
+class _LastingStream:
+    """A text stream whose reader may go away: from then on what is written is lost, and nobody is told."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+
+@contextmanager
+def lasting_stderr() -> Iterator[None]:
+    """Keeps a closed terminal or a broken pipe from ending the block: training, and above all its last save, go on."""
+    with redirect_stderr(cast(TextIO, _LastingStream(sys.stderr))):
+        yield

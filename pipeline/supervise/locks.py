@@ -1,0 +1,53 @@
+"""Exclusive locks that die with their holder."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pipeline.errors import HeldError, PipelineError
+
+
+@contextmanager
+def hold(path: Path, *, wait: bool) -> Iterator[None]:
+    """Holds an exclusive lock on `path` until the block ends; the kernel frees it when the process dies, however it dies.
+
+    Args:
+        path: the lock's file; its content is the holder's process id.
+        wait: wait for the present holder instead of raising.
+
+    Raises:
+        HeldError: another live process holds the lock.
+        PipelineError: a file lies in place of the lock's folder, or a folder in place of the lock, or permission is missing.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.open("a+", encoding="utf-8")
+    except (FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+        raise PipelineError(
+            f"{error.filename}: {error.strerror}, but {path} must be a file in a folder; make way for it"
+        ) from None
+    with lock as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "unknown"
+            raise HeldError(f"{path}: held by the live process {holder}; wait for it, or stop it with `kill {holder}`") from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def is_held(path: Path) -> bool:
+    """Whether a live process holds the lock on `path`."""
+    if not path.exists():
+        return False
+    with path.open("r", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

@@ -1,0 +1,118 @@
+"""The plan against what `dvc repro` then does."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipeline.errors import ParamsError
+from pipeline.lineage.plan import Planned, Verdict, read_plan
+
+DVC = [sys.executable, "-m", "dvc"]
+# Each stage notes in `ran` that it ran. `halve` gives the same for 2n and 2n + 1: what is behind it need not run.
+STAGES = """
+stages:
+  code:
+    cmd: echo code >> ran && cat script > code.txt
+    deps: [script]
+    outs: [code.txt]
+  data:
+    foreach: [a, b]
+    do:
+      cmd: echo data@${item} >> ran && cat ${item}.src > ${item}.txt
+      deps:
+        - code.txt
+        - ${item}.src
+      outs:
+        - ${item}.txt
+  halve:
+    cmd: echo halve >> ran && echo $(( $(cat a.txt) / 2 )) > half.txt
+    deps: [a.txt]
+    outs: [half.txt]
+  train:
+    cmd: echo train >> ran && cat half.txt b.txt params.yaml > model.txt
+    deps: [half.txt, b.txt]
+    params: [train.lr]
+    outs: [model.txt]
+  eval:
+    cmd: echo eval >> ran && cat model.txt > metric.txt
+    deps: [model.txt]
+    params: [eval.n]
+    outs: [metric.txt]
+"""
+ALL = ["code", "data@a", "data@b", "halve", "train", "eval"]
+EDITS = {
+    "script": ["x\n", "y\n"],
+    "a.src": ["4\n", "5\n", "6\n"],
+    "b.src": ["1\n", "2\n"],
+    "params.yaml": [f"train: {{lr: {lr}}}\neval: {{n: {n}}}\n" for lr in (1, 2) for n in (1, 2)],
+}
+edits = st.lists(st.one_of([st.tuples(st.just(name), st.sampled_from(texts)) for name, texts in EDITS.items()]), max_size=3)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A lineage that is up to date."""
+    folder = tmp_path_factory.mktemp("project")
+    subprocess.run([*DVC, "init", "--no-scm", "-q"], cwd=folder, check=True)
+    (folder / "dvc.yaml").write_text(STAGES)
+    for name, texts in EDITS.items():
+        (folder / name).write_text(texts[0])
+    assert [(planned.stage, planned.verdict) for planned in read_plan(folder)][0] == ("code", Verdict.RUNS)
+    assert repro(folder) == ALL
+    return folder
+
+
+def repro(folder: Path, *targets: str) -> list[str]:
+    """The stages that ran, in order of their names' first appearance; what the run cache restored counts as run."""
+    (folder / "ran").write_text("")
+    subprocess.run([*DVC, "repro", "-q", "--no-run-cache", *targets], cwd=folder, check=True, capture_output=True)
+    return (folder / "ran").read_text().split()
+
+
+def by_verdict(plan: list[Planned], verdict: Verdict) -> set[str]:
+    return {planned.stage for planned in plan if planned.verdict is verdict}
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(changes=edits)
+def test_what_is_certain_runs_and_nothing_else_does(project: Path, changes: list[tuple[str, str]]) -> None:
+    for name, text in changes:
+        (project / name).write_text(text)
+    plan = read_plan(project)
+    assert sorted(planned.stage for planned in plan) == sorted(ALL)
+    ran = set(repro(project))
+    assert by_verdict(plan, Verdict.RUNS) <= ran <= by_verdict(plan, Verdict.RUNS) | by_verdict(plan, Verdict.MAY_RUN)
+    assert by_verdict(read_plan(project), Verdict.UP_TO_DATE) == set(ALL)
+
+
+def test_causes_and_what_waits(project: Path) -> None:
+    repro(project)
+    (project / "a.src").write_text("40\n" if (project / "a.src").read_text() != "40\n" else "60\n")
+    (project / "params.yaml").write_text("train: {lr: 7}\neval: {n: 1}\n")
+    plan = {planned.stage: planned for planned in read_plan(project, ["train"])}
+    assert "eval" not in plan
+    assert plan["data@a"].causes == ["a.src modified"] and plan["data@a"].verdict is Verdict.RUNS
+    assert plan["data@b"].verdict is Verdict.UP_TO_DATE and plan["data@b"].causes == []
+    assert plan["halve"].verdict is Verdict.MAY_RUN and plan["halve"].causes == ["data@a runs"]
+    assert plan["train"].verdict is Verdict.RUNS and plan["train"].causes == ["train.lr modified"]
+    assert plan["train"].parents == ["data@b", "halve"]
+    repro(project)
+
+
+def test_what_is_running_says_nothing_about_what_is_behind_it(project: Path) -> None:
+    repro(project)
+    plan = {planned.stage: planned for planned in read_plan(project, unsettled=["halve"])}
+    assert plan["halve"].verdict is Verdict.RUNS and plan["train"].verdict is Verdict.MAY_RUN
+    (project / "half.txt").unlink()  # DVC removes outputs before a stage runs
+    assert {planned.stage: planned for planned in read_plan(project, unsettled=["halve"])} == plan
+    subprocess.run([*DVC, "checkout", "-q"], cwd=project, check=True)
+
+
+def test_targets_are_groups_too_and_unknown_ones_are_named(project: Path) -> None:
+    assert [planned.stage for planned in read_plan(project, ["data"])] == ["code", "data@a", "data@b"]
+    with pytest.raises(ParamsError, match="'trane': dvc.yaml has no such stage; did you mean `train`"):
+        read_plan(project, ["trane"])
