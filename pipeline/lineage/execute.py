@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,7 +117,7 @@ def _stopped_with(process: "subprocess.Popen[str]", stop: threading.Event) -> It
     def follow() -> None:
         while not done.is_set():
             if stop.wait(0.2):
-                end_tree(process.pid)
+                end_tree(process)
                 return
 
     follower = threading.Thread(target=follow, name=f"stop {process.pid}", daemon=True)
@@ -125,28 +125,31 @@ def _stopped_with(process: "subprocess.Popen[str]", stop: threading.Event) -> It
     try:
         yield
     except BaseException:
-        end_tree(process.pid)
+        end_tree(process)
         raise
     finally:
         done.set()
         follower.join()
 
 
-def end_tree(pid: int, *, stop_s: float = STOP_S) -> None:
+def end_tree(dvc: "subprocess.Popen[str]", *, stop_s: float = STOP_S) -> None:
     """Asks the command that `dvc` runs to stop, gives both `stop_s` seconds, and kills what is left of them.
 
     The trainer is asked, not DVC: it saves and ends, and DVC ends after it. What the trainer has started follows it by itself.
     """
     try:
-        dvc = psutil.Process(pid)
-        commands = dvc.children()
+        commands = psutil.Process(dvc.pid).children()
     except psutil.NoSuchProcess:
         return
-    for process in commands or [dvc]:
-        _signal(process, signal.SIGTERM)
-    _, alive = psutil.wait_procs([dvc, *commands], timeout=stop_s)
-    for process in alive:
-        _signal(process, signal.SIGKILL)
+    for command in commands:
+        _signal(command, signal.SIGTERM)
+    if not commands:
+        dvc.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        dvc.wait(stop_s)
+    for command in commands:
+        _signal(command, signal.SIGKILL)
+    dvc.kill()
 
 
 def _signal(process: psutil.Process, signum: int) -> None:
