@@ -6,7 +6,7 @@ INTEROP := .venv/.interop
 
 export PATH := $(BIN):$(PATH)
 
-.PHONY: setup repro test check interop ui
+.PHONY: setup repro test check interop flows ui
 
 repro: $(INSTALLED)  ## bring every stage up to date
 	$(BIN)/dvc repro
@@ -21,6 +21,9 @@ check: $(INSTALLED)  ## layout, lint, types
 
 interop: $(INTEROP)  ## the losses against trl, the adapters against peft
 	$(BIN)/python -m pytest tests/test_oracles.py tests/test_lora.py
+
+flows: $(INSTALLED)  ## Prefect server, worker and the deployments minimind/<stage>, until Ctrl-C
+	$(BIN)/python -m flows.local
 
 ui: $(INSTALLED)  ## curves and samples of all runs
 	$(BIN)/python -m pipeline.tracking.ui
