@@ -1,6 +1,7 @@
 """Prefect on this machine: server, work pool, deployments and worker, until Ctrl-C. What already runs is used as it is."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ _PREFECT = [sys.executable, "-m", "prefect", "--no-prompt"]
 
 def main() -> int:
     """Runs until the worker ends; its exit code."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # leaves through the stack, as Ctrl-C does
     os.environ["MINIMIND_ROOT"] = str(ROOT)
     os.chdir(ROOT)
     url = get_current_settings().api.url or ""
