@@ -10,6 +10,7 @@ from prefect.testing.utilities import prefect_test_harness
 
 from flows import minimind as flows
 from flows.minimind import minimind, run_stage
+from pipeline.yaml_files import read_yaml
 
 ROOT = Path(__file__).parents[1]
 STAGES = """
@@ -99,3 +100,11 @@ def test_a_killed_stage_is_tried_again(project: Path) -> None:
     (project / "left.py").write_text(KILLED_ONCE)
     minimind("eval")
     assert ran(project).count("left") == 2 and ran(project)[-1] == "eval"
+
+
+def test_every_stage_has_a_deployment() -> None:
+    declared = read_yaml(ROOT / "prefect.yaml")["deployments"]
+    stages = set(read_yaml(ROOT / "dvc.yaml")["stages"]) - {"code"}  # every flow run begins with code
+    assert {(each["name"], each["parameters"]["stage"]) for each in declared} == {(name, name) for name in [*stages, "all"]}
+    assert {each["entrypoint"] for each in declared} == {"flows/minimind.py:minimind"}
+    assert [schedule["active"] for each in declared for schedule in each.get("schedules", [])] == [False]
