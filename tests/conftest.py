@@ -1,6 +1,7 @@
 """Fixtures that several test files share."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Tests send these to processes that they start, and "ignored" (nohup, a job in the background) would be inherited.
+for signum, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(signum) is signal.SIG_IGN:
+        signal.signal(signum, default)
 
 
 @pytest.fixture(scope="session")
