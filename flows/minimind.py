@@ -112,9 +112,8 @@ def _bring_up_all(targets: tuple[str, ...], ran: list[Ran]) -> None:
             and planned.stage not in over
             and all(plan[parent].verdict is Verdict.UP_TO_DATE for parent in planned.parents)
         ]
-        room = max(0, cores - len(running)) if len(running) + len(ready) > 1 else 1
-        for planned in ready[:room]:
-            threads = max(1, cores // min(cores, len(running) + len(ready)))
+        threads = cores // max(1, min(cores, len(running) + len(ready)))
+        for planned in ready[: cores - len(running)]:
             running[planned.stage] = planned, time.monotonic(), run_stage.submit(planned.stage, threads)
         if not running:
             return

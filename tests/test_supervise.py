@@ -246,7 +246,7 @@ ANCESTOR = """
 
 @pytest.mark.parametrize("stopped", ["flow", "middle"])
 def test_the_death_of_any_ancestor_stops_the_loop(tmp_path: Path, stopped: str) -> None:
-    """flow -> middle -> a shell that ignores its parent's death, as dvc does -> the loop."""
+    """flow -> middle -> a process that outlives its parent, as dvc does -> the loop."""
     for name, code in (("flow", ANCESTOR), ("toy", _loop())):
         (tmp_path / f"{name}.py").write_text(textwrap.dedent(code))
     relay = "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]])"
