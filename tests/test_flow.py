@@ -9,7 +9,8 @@ import pytest
 from prefect.testing.utilities import prefect_test_harness
 
 from flows import minimind as flows
-from flows.minimind import minimind, run_stage
+from flows import rebuild
+from flows.minimind import minimind
 from pipeline.yaml_files import read_yaml
 
 ROOT = Path(__file__).parents[1]
@@ -66,7 +67,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "script").write_text("1")
     (tmp_path / "left.py").write_text(COPY)
     monkeypatch.setattr(flows, "ROOT", tmp_path)
-    monkeypatch.setattr(flows, "run_stage", run_stage.with_options(retry_delay_seconds=0.1))
+    monkeypatch.setattr(rebuild, "run_stage", rebuild.run_stage.with_options(retry_delay_seconds=0.1))
     return tmp_path
 
 

@@ -1,0 +1,125 @@
+"""Bringing stages up to date in the order of the lineage: siblings side by side, each as a task that Prefect retries.
+
+DVC says what has to run; the plan is made anew after every stage, because a stage may come out unchanged.
+"""
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prefect import get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+from prefect.futures import PrefectFuture
+from prefect.tasks import exponential_backoff
+
+from pipeline.lineage.execute import Outcome, bring_up
+from pipeline.lineage.plan import Planned, Verdict, read_plan
+
+FINAL_CODES = {2, 3, 4}
+"""Exit codes of configuration, data and numerics: another attempt would end the same way."""
+LOG_EVERY_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Where stages run, and with what.
+
+    Attributes:
+        root: a repository.
+        cores: what all stages at work share.
+        environment: variables of the stages on top of this process's own.
+        stop: when set, stages save and end, and none starts.
+    """
+
+    root: Path
+    cores: int
+    environment: Mapping[str, str] = field(default_factory=dict)
+    stop: threading.Event = field(default_factory=threading.Event)
+
+
+class StageFailed(Exception):
+    """A stage did not end well; `retry` says whether it may when its command is given again, going on from its last save."""
+
+    def __init__(self, stage: str, outcome: Outcome, *, retry: bool) -> None:
+        super().__init__(f"{stage}: {outcome.reason} (exit code {outcome.code})")
+        self.retry = retry
+
+
+def worth_retrying(task: Any, task_run: Any, state: Any) -> bool:
+    """Prefect's question after a failed attempt."""
+    error = state.result(raise_on_failure=False)
+    return isinstance(error, StageFailed) and error.retry
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A stage that the flow ran."""
+
+    planned: Planned
+    seconds: float
+    error: str | None
+
+
+@task(
+    name="stage",
+    task_run_name="{stage}",
+    retries=3,
+    retry_delay_seconds=exponential_backoff(backoff_factor=10),
+    retry_jitter_factor=0.5,
+    retry_condition_fn=worth_retrying,
+    cache_policy=NO_CACHE,
+)
+def run_stage(stage: str, workspace: Workspace, threads: int) -> None:
+    """One stage on `threads` cores; its whole output is in `.runs/<stage>/output.log`, its latest lines here."""
+    logger = get_run_logger()
+    shown_at = 0.0
+
+    def show(line: str) -> None:
+        nonlocal shown_at
+        if line.strip() and time.monotonic() - shown_at >= LOG_EVERY_S:
+            shown_at = time.monotonic()
+            logger.info(line[:1000])
+
+    environment = {**workspace.environment, "OMP_NUM_THREADS": str(threads)}
+    outcome = bring_up(workspace.root, stage, on_line=show, stop=workspace.stop, environment=environment)
+    if outcome.code != 0:
+        raise StageFailed(stage, outcome, retry=outcome.code not in FINAL_CODES and not workspace.stop.is_set())
+
+
+def bring_up_all(workspace: Workspace, targets: tuple[str, ...], ran: list[Ran]) -> None:
+    """Runs what the targets (all stages when empty) need, parents first, and notes in `ran` what has ended."""
+    run_stage("code", workspace, workspace.cores)  # what it writes says whose code changed
+    running: dict[str, tuple[Planned, float, PrefectFuture[None]]] = {}
+    while True:
+        over = {done.planned.stage for done in ran}
+        plan = {planned.stage: planned for planned in read_plan(workspace.root, targets, unsettled=running)}
+        ready = [
+            planned
+            for planned in plan.values()
+            if planned.verdict is Verdict.RUNS
+            and planned.stage not in running
+            and planned.stage not in over
+            and all(plan[parent].verdict is Verdict.UP_TO_DATE for parent in planned.parents)
+        ]
+        threads = workspace.cores // max(1, min(workspace.cores, len(running) + len(ready)))
+        for planned in ready[: workspace.cores - len(running)]:
+            running[planned.stage] = planned, time.monotonic(), run_stage.submit(planned.stage, workspace, threads)
+        if not running:
+            return
+        ran += _finished(running)
+
+
+def _finished(running: dict[str, tuple[Planned, float, PrefectFuture[None]]]) -> list[Ran]:
+    """Waits until at least one stage has ended, and takes those out."""
+    ended: list[Ran] = []
+    while not ended:
+        for stage, (planned, started, future) in list(running.items()):
+            future.wait(timeout=0.2)
+            if future.state.is_final():
+                del running[stage]
+                error = None if future.state.is_completed() else future.state.message or future.state.name
+                ended.append(Ran(planned, time.monotonic() - started, error))
+    return ended
