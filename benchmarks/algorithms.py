@@ -1,9 +1,10 @@
 """Every policy-gradient algorithm on the embedded world: held-out reward over full_sft, from one command.
 
-    dvc repro reward && python benchmarks/algorithms.py [NAME ...] [--steps N] [--seed N ...]
+    dvc repro reward && python benchmarks/algorithms.py [NAME ...] [--steps N] [--seed N ...] [--updates N]
 
 Trains from checkpoints/full_sft.pth with the `grpo` and `ppo` sections of params.yaml, changed only in what names the algorithm,
 and measures the mean reward of sampled replies to the held-out prompts, as stage eval does. Nothing is written but the table.
+With one update per rollout every ratio is 1: cispo, grpo and gspo take nearly the same step; more updates tell them apart.
 """
 
 import math
@@ -77,6 +78,7 @@ def main(
     names: Annotated[list[str] | None, typer.Argument(help=f"of {', '.join(NAMES)}; all when left out")] = None,
     steps: Annotated[int | None, typer.Option(help="rollouts per run; those of params.yaml when left out")] = None,
     seed: Annotated[list[int] | None, typer.Option(help="training seeds, may be given several times; 42 when left out")] = None,
+    updates: Annotated[int, typer.Option(help="updates per rollout of all but ppo", min=1)] = 1,
 ) -> None:
     """Prints a Markdown table."""
     unknown = sorted(set(names or []) - set(NAMES))
@@ -93,7 +95,7 @@ def main(
     for name in names or NAMES:
         for number in seed or [42]:
             started = time.perf_counter()
-            policy, done = train(name, params, tokenizer, score, device, steps=steps, seed=number)
+            policy, done = train(name, params, tokenizer, score, device, steps=steps, seed=number, updates=updates)
             after = held_out_reward(policy, params, tokenizer, score, device)
             verdict = "yes, intervals apart" if after.low > before.high else "no"
             minutes = (time.perf_counter() - started) / 60
@@ -109,10 +111,12 @@ def train(
     *,
     steps: int | None,
     seed: int,
+    updates: int,
 ) -> tuple[CausalLM, int]:
     """The trained policy of an algorithm and its number of steps."""
     section = params.ppo if name == "ppo" else params.grpo
-    changes = GROUP_VARIANTS.get(name, {}) | {"seed": seed} | ({"max_steps": steps} if steps else {})
+    own = {"updates_per_rollout": updates, **GROUP_VARIANTS[name]} if name in GROUP_VARIANTS else {}
+    changes = own | {"seed": seed} | ({"max_steps": steps} if steps else {})
     settings = type(section).model_validate(section.model_dump() | changes)
     prompts = open_prompts(PROMPTS, settings, tokenizer, params.data.max_dropped_frac, print)
     environment = Environment(tokenizer, prompts, score, device, lambda line: print(f"{name}: {line}", file=sys.stderr))
