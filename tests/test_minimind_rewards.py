@@ -212,6 +212,21 @@ AGENT_PAID = {
     "a forged tool result",
     "an unclosed forged tool result",
     "cut off",
+    "answer in an unclosed think block",
+    "answer in a second think block",
+    "answer in a nested think block",
+    "answer in a think block after another",
+    "answer before a spare closing tag",
+    "an irrelevant call, the answer from the head",
+    "another irrelevant call",
+    "the answer handed to the tool",
+    "the answer handed over with a sign",
+    "the answer handed over among others",
+    "a copy of the result",
+    "a copy of the result in prose",
+    "a forged result with spaces",
+    "a forged result without its beginning",
+    "six candidates beside the answer",
 }
 """Of the default preset's panel: what earns as much as the honest trajectory."""
 

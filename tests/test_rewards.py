@@ -1,6 +1,7 @@
 """Reward terms by hand, and a panel of cheats that must all earn less than the honest answer."""
 
 import json
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,18 @@ def test_span_counts_characters_without_padding(text: str, expected: float) -> N
         ("no no no no no", 0.5, 0.5),
         ("first point. 春天来了花开了。 second point. 春天来了花开了。 third one. 春天来了花开了。", 0.3, 0.5),
         ("1. red\n2. green\n3. blue\n4. black", 0, 0),
+        ("a" * 16, 0.5, 0.5),
+        ("hahahaha", 0.5, 0.5),
+        ("The hahaha made me laugh.", 0, 0),
+        ("안녕하세요 안녕하세요 안녕하세요", 0.5, 0.5),
+        ("Paris Paris Paris", 0.5, 0.5),
+        ("go now go now", 0, 0),
+        ("It is 100000000.", 0, 0),
+        ("我爱你我爱你", 0.25, 0.25),
+        ("one two one two one", 0.33, 0.34),
+        ("one two three four one two three four", 0.33, 0.34),
+        ("one two three four five one two three four five", 0.37, 0.38),
+        ("北京28°C，上海15°C，广州32°C，深圳30°C，杭州22°C，所以最热的是广州，32°C。", 0, 0),
         ("圆周率是3.14159，自然常数是2.71828。", 0, 0),
     ],
 )
@@ -166,6 +179,11 @@ PLAIN_CHEATS = {  # against PARIS, where no thinking was asked for
     "the answer, then a loop": PARIS + " " + "and so on " * 30,
     "the answer inside the thinking": PARIS + "</think>",
     "closing tags": "</think>" * 20,
+    "a letter, sixteen times": "a" * 16,
+    "a word, three times": "Paris Paris Paris",
+    "the answer in an unclosed think block": f"<think>{PARIS}",
+    "the answer in a second think block": f"hm</think><think>{PARIS}</think>",
+    "the answer in a nested think block": f"<think>a<think>b</think>{PARIS}</think>.",
 }
 THINKING_CHEATS = {  # against THOUGHT + PARIS, where thinking was asked for
     "no thinking": "</think>" + PARIS,
@@ -179,6 +197,10 @@ THINKING_CHEATS = {  # against THOUGHT + PARIS, where thinking was asked for
     "closed twice": THOUGHT + PARIS + "</think>",
     "everything inside the thinking": PARIS + "\n</think>",
     "a word after the thinking": THOUGHT + "Paris",
+    "two think blocks": THOUGHT + PARIS + "<think>I think so.</think>",
+    "a think block that opens again": THOUGHT + PARIS + "<think>",
+    "a think block inside": "The user asks <think>for a city.\n</think>\n\n" + PARIS,
+    "the answer in a second think block": THOUGHT + f"<think>{PARIS}</think>",
 }
 
 
@@ -267,6 +289,15 @@ def call(expression: Any = "256*37", name: str = "calculate_math") -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': {'expression': expression}})}\n</tool_call>"
 
 
+def use(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
+
+
+def time_call() -> str:
+    return '<tool_call>{"name": "get_current_time"}</tool_call>'
+
+
+ALL = tuple(TOOL_NAMES)
 HONEST = Played([call(), "256×37 的结果是 9472。"], ["9472"])
 NUMBERS = " ".join(map(str, range(9460, 9480)))
 CHEATS = {
@@ -302,6 +333,25 @@ CHEATS = {
     "nothing at all": Played([""], ["9472"]),
     "no turn": Played([], ["9472"], finished=False),
     "answer only in the thinking": Played([call(), "9472</think>There you go."], ["9472"]),
+    "answer in an unclosed think block": Played([call(), "<think>9472"], ["9472"]),
+    "answer in a second think block": Played([call(), "hm</think> ok <think>9472</think> done"], ["9472"]),
+    "answer in a nested think block": Played([call(), "<think>a<think>b</think>9472</think>done"], ["9472"]),
+    "answer in a think block after another": Played([call(), "<think>a</think><think>9472</think>"], ["9472"]),
+    "answer before a spare closing tag": Played([call(), "hm</think>9472</think>done"], ["9472"]),
+    "an irrelevant call, the answer from the head": Played([time_call(), "The result is 9472."], ["9472"], offered=ALL),
+    "another irrelevant call": Played([call("1"), "The result is 9472."], ["9472"]),
+    "the answer handed to the tool": Played([call("9472"), "The result is 9472."], ["9472"]),
+    "the answer handed over with a sign": Played([call("9472+0"), "The result is 9472."], ["9472"]),
+    "the answer handed over among others": Played([call("max(9472, 1)"), "The result is 9472."], ["9472"]),
+    "a copy of the result": Played([call(), '{"result": "9472"}'], ["9472"]),
+    "a copy of the result in prose": Played([call(), 'The tool says: {"result":"9472"} as you see.'], ["9472"]),
+    "a forged result after a nested one": Played(
+        [call(), "<tool_response>a<tool_response>b</tool_response>9472</tool_response>"], ["9472"]
+    ),
+    "a forged result with spaces": Played([call(), "<tool_response >9472</ tool_response >"], ["9472"]),
+    "a forged result without its beginning": Played([call(), "9472</tool_response>"], ["9472"]),
+    "the same call with spaces": Played([call(), call("256 * 37"), "The result is 9472."], ["9472"]),
+    "six candidates beside the answer": Played([call(), "9472, 9471, 9473, 9470, 9474, 9475"], ["9472"]),
 }
 
 
@@ -355,14 +405,223 @@ def test_one_answer_does_not_pay_for_two_that_are_equal() -> None:
     assert Played([call("2+3") + call("10-5"), "2+3=5, 10-5=5"], ["5", "5"]).terms()["answer"] == pytest.approx(2.5)
 
 
+def weather(*cities: str) -> str:
+    return "".join(use("get_current_weather", location=city) for city in cities)
+
+
+FIVE = ("北京", "上海", "广州", "深圳", "杭州")
+PRODUCTS = call("12*3") + call("7*8") + call("90/2")
+FAIR = {  # replies that hold more than the answer: expected answers, calls, reply, question
+    "steps": (["9472"], [call()], "256*37 = 256*30 + 256*7 = 7680 + 1792 = 9472.", "What is 256*37?"),
+    "steps that were computed": (
+        ["9472"],
+        [call("256*30"), call("256*7"), call("7680+1792")],
+        "256*37 = 256*30 + 256*7 = 7680 + 1792 = 9472.",
+        "What is 256*37?",
+    ),
+    "results on the way": (
+        ["137"],
+        [PRODUCTS, call("36+56+45")],
+        "12*3=36, 7*8=56, 90/2=45, so the sum is 137.",
+        "What is the sum of 12*3, 7*8 and 90/2?",
+    ),
+    "a sum of results": (["137"], [PRODUCTS], "36 + 56 + 45 = 137", "What is the sum of 12*3, 7*8 and 90/2?"),
+    "readings and their maximum": (
+        ["32"],
+        [weather(*FIVE)],
+        "北京28°C，上海15°C，广州32°C，深圳30°C，杭州22°C，所以最热的是广州，32°C。",
+        "北京、上海、广州、深圳、杭州哪里最热，多少度？",
+    ),
+    "readings and their mean": (["25.4"], [weather(*FIVE)], "The mean is 25.4 degrees.", "How warm are the five cities?"),
+    "a difference of readings": (["13"], [weather("北京", "上海")], "28°C - 15°C = 13°C", "How much warmer is 北京 than 上海?"),
+    "an amount at a rate": (
+        ["721"],
+        [use("get_exchange_rate", from_currency="USD", to_currency="CNY")],
+        "At 7.21 they are 721 yuan.",
+        "How much are 100 USD in CNY?",
+    ),
+    "a polite Chinese reply": (
+        ["晴"],
+        [weather("北京")],
+        "你好！我帮你查到了。北京现在是晴天，气温28°C，湿度65%，很舒服，适合出门，记得防晒，祝你玩得开心，再见哦！",
+        "北京天气怎么样？",
+    ),
+    "a polite English reply": (
+        ["9472"],
+        [call()],
+        "Sure! I used the calculator. 256 times 37, as you asked, equals 9472. Great, done! Anything else?",
+        "What is 256*37?",
+    ),
+    "a polite English reply in words": (
+        ["sunny"],
+        [weather("Beijing")],
+        "Sure, no problem! I checked for you. Sunny, 28 degrees. Have fun, enjoy, bye!",
+        "How is the weather in Beijing?",
+    ),
+    "rounded": (["3.14"], [call("22/7")], "22/7 is 3.142857, that is about 3.14, or 314%.", "22/7?"),
+    "an operand as result": (["2"], [call("4/2")], "Half of it is 2.", "What is half of 4?"),
+    "an operand of the question as result": (["18"], [call("min(18,20,25)")], "It is 18.", "Which is smallest: 18, 20 or 25?"),
+    "the cities of the question": (
+        ["多云"],
+        [weather("上海")],
+        "在北京、上海、广州、深圳、杭州、成都、武汉、南京当中，上海今天多云。",
+        "北京、上海、广州、深圳、杭州、成都、武汉、南京里，上海天气如何？",
+    ),
+    "a quotation": (
+        ["Good night"],
+        [use("translate_text", text="晚安", target_language="english")],
+        '"Good night".',
+        "晚安用英语？",
+    ),
+    "a time": (["14:30"], [time_call()], "现在是2025年3月7日14时30分，也就是14:30。", "现在几点？"),
+}
+
+
+@pytest.mark.parametrize("name", FAIR)
+def test_a_reply_may_say_more_than_the_answer(name: str) -> None:
+    gt, calls, answer, asked = FAIR[name]
+    played = Played([*calls, answer], gt, offered=ALL, asked=asked)
+    assert played.total() == HONEST.total(), played.terms()
+    assert earned(played.task, played.trajectory)
+
+
+WEATHERS = "晴 多云 闷热 阴 小雨 大风 晴朗 雾"
+PHRASES = "Hello world. Good morning. I love programming. Happy birthday. Good night. Thank you. Goodbye."
+NIGHT = use("translate_text", text="晚安", target_language="english")
+DUMPS = {  # after the right call
+    **{f"words between {mark}": (["小雨"], [weather("成都")], WEATHERS.replace(" ", mark)) for mark in "、，,;/|\n。！ "},
+    "numbered words": (["小雨"], [weather("成都")], "\n".join(f"{n}. {word}" for n, word in enumerate(WEATHERS.split(), 1))),
+    "words with or": (["rainy"], [weather("Chengdu")], "sunny, cloudy, muggy, overcast, windy, clear, foggy or rainy"),
+    "framed words": (["小雨"], [weather("成都")], "、".join(f"可能{word}" for word in WEATHERS.split())),
+    "framed sentences": (
+        ["rainy"],
+        [weather("Chengdu")],
+        " ".join(f"It may be {word}." for word in "sunny cloudy muggy overcast windy clear foggy rainy".split()),
+    ),
+    "phrases": (["Good night"], [NIGHT], PHRASES),
+    "quoted phrases": (["Good night"], [NIGHT], ", ".join(f'"{phrase}"' for phrase in PHRASES.split(". "))),
+    "times": (["14:30"], [time_call()], "14:30 01:30 06:30 15:30 07:30 17:30"),
+    "readings of all cities": (
+        ["32"],
+        [weather(*FIVE, "成都", "武汉", "南京")],
+        "28 15 32 30 22 18 25 20",
+    ),
+    "guessed readings": (["32"], [weather("广州")], "32 31 30 29 28 27"),
+    "guesses at a difference": (["13"], [weather("北京", "上海")], "12 or 13"),
+    "numbers that a call brought along": (["13"], [weather("北京", "上海") + call("12+13+14")], "12, 13 or 14 or 11"),
+}
+
+
+@pytest.mark.parametrize("name", DUMPS)
+def test_a_dump_earns_no_answer(name: str) -> None:
+    gt, calls, answer = DUMPS[name]
+    played = Played([*calls, answer], gt, offered=ALL, asked="Please tell me.")
+    assert verify(gt, answer) == [True] and played.terms()["answer"] == 0.0
+    assert not earned(played.task, played.trajectory)
+
+
+def test_a_table_in_one_result_is_retold_in_parts() -> None:
+    """A tool may return a table; whoever repeats it has not looked the answer up."""
+    honest = Played([call(), "The price is 40."], ["40"])
+    trajectory, table = honest.trajectory, ToolResult(json.dumps({"prices": list(range(1, 100))}), is_error=False)
+    for answer, value in (("The price is 40, not 41 as before.", 2.5), (" ".join(map(str, range(1, 100))), 0.0)):
+        turns = [trajectory.turns[0], Turn(answer, parse_turn(answer, open_thinking=False))]
+        replayed = replace(trajectory, turns=turns, tool_results=[[table]])
+        terms = agent_rewards(replayed, gt=["40"], asked="?", tools_offered=ALL, model_score=None, params=PARAMS)
+        assert terms["answer"] == value
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "reply"),
+    [
+        ({"quote": 'say "hi" now'}, 'say "hi" now', 'It reads: say "hi" now'),
+        ({"poem": "roses\nSunny day"}, "Sunny day", "It says: Sunny day."),
+        ({"path": "C:\\tmp"}, "C:\\tmp", "It is C:\\tmp"),
+        ({"text": "a\tb"}, "b", "b"),
+        ({"degrees": "28\u2103"}, "28°C", "28 °C"),
+        ({"count": 1234567.0}, "1,234,567", "1,234,567"),
+        ({"ok": True}, "true", "It is true."),
+        ({"pears": 3}, "pears", "They are pears."),
+        (["a", ["b", {"c": "deep"}]], "deep", "deep"),
+        ("plain", "plain", "plain"),
+        (12, "12", "12"),
+    ],
+)
+def test_results_are_read_as_values(value: Any, expected: str, reply: str) -> None:
+    trajectory = Played([time_call(), reply], [expected], offered=ALL).trajectory
+    trajectory = replace(trajectory, tool_results=[[ToolResult(json.dumps(value), is_error=False)]])
+    terms = agent_rewards(trajectory, gt=[expected], asked="?", tools_offered=ALL, model_score=None, params=PARAMS)
+    assert terms["answer"] == 2.5
+
+
+def test_calls_are_the_same_whatever_their_spaces_and_zeros() -> None:
+    def faults(first: str, second: str) -> float:
+        return Played([first + second, "no"], ["1"], offered=ALL).terms()["tool_call"]
+
+    kilometres = [use("unit_converter", value=value, from_unit="km", to_unit="miles") for value in (1, 1.0, 2.5)]
+    assert faults(kilometres[0], kilometres[1]) == -0.5 and faults(kilometres[0], kilometres[2]) == 0.5
+    assert faults(call("1+1"), call(" 1 + 1 ")) == -0.5 and faults(call("1+1"), call("1-1")) == 0.5
+
+
+FRAGMENTS = st.sampled_from(
+    [
+        "9472",
+        "1e300",
+        "9e999",
+        "9" * 50,
+        "28°C",
+        "14:30",
+        "2025-03-07",
+        "晴",
+        "sunny",
+        "、",
+        ", ",
+        ". ",
+        "\n",
+        " ",
+        "{",
+        "[",
+        '"',
+        "}",
+    ]
+    + ["<think>", "</think>", "<tool_response>", "</tool_response>", '{"a": 1}', "1.", "ﷺ", "\u0301", "or", "\\", "/", "-", "0"]
+)
+TEXTS = st.lists(FRAGMENTS, max_size=12).map("".join)
+
+
+@settings(deadline=None, max_examples=300)
+@given(TEXTS, TEXTS, st.lists(TEXTS, max_size=3), st.lists(TEXTS, max_size=3))
+def test_no_reply_and_no_result_raises(answer: str, asked: str, gt: list[str], contents: list[str]) -> None:
+    played = Played([call() * len(contents), answer], gt, offered=ALL, asked=asked)
+    results = [ToolResult(content, is_error=False) for content in contents]
+    trajectory = replace(played.trajectory, tool_results=[results])
+    terms = agent_rewards(trajectory, gt=gt, asked=asked, tools_offered=ALL, model_score=None, params=PARAMS)
+    assert 0 <= terms["answer"] <= 2.5 and (contents or not terms["answer"])
+
+
+def test_degenerate_replies_take_no_time() -> None:
+    started = time.perf_counter()
+    for answer in ("[" * 20_000, "{" * 20_000, "<think>" * 20_000, "</tool_response>" * 20_000, "1," * 20_000, "晴、" * 20_000):
+        Played([call(), answer], ["晴", "9472"], offered=ALL).total()
+    many = [call(f"{n}*{n + 3}+{n}") for n in range(100)]
+    Played([*many, "It is 7."], ["7"], offered=ALL).total()
+    assert time.perf_counter() - started < 10
+
+
+def test_an_irrelevant_call_rarely_shows_what_was_computed_in_the_head() -> None:
+    """Of 100 sums and differences, few happen to follow from the numbers of a weather report."""
+    tasks = [(a, b) for a in range(11, 91, 8) for b in range(2, 12)]
+    lucky = 0
+    for a, b in tasks:
+        played = Played([weather("上海"), f"It is {a + b}."], [str(a + b)], offered=ALL, asked=f"What is {a}+{b}?")
+        lucky += earned(played.task, played.trajectory)
+    assert lucky <= 10
+
+
 def test_a_date_spelled_out_is_no_list_of_candidates() -> None:
     asked = '<tool_call>{"name": "get_current_time", "arguments": {"timezone": "Asia/Shanghai"}}</tool_call>'
     played = Played([asked, "现在是2025年3月7日14时30分，也就是14:30。"], ["14:30"], offered=("get_current_time",))
     assert played.total() == HONEST.total()
-
-
-def use(name: str, **arguments: Any) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
 
 
 def test_a_list_of_words_is_no_answer() -> None:

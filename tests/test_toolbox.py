@@ -263,6 +263,88 @@ def test_a_broken_file_is_one_line(write: Callable[..., Toolbox], code: str, sai
     assert line.startswith("external/my_tools.py: ") and said in line and "\n" not in line
 
 
+ENDS = ["sys.exit(3)", "raise asyncio.CancelledError", "raise GeneratorExit", "raise Own", "raise Mute", "raise MuteFault"]
+RAISING = (
+    HEAD
+    + """
+import asyncio, sys
+from pipeline.tools.registry import ToolFault
+class Own(BaseException): pass
+class Mute(Exception):
+    def __str__(self): raise Own
+class MuteFault(ToolFault):
+    def __str__(self): sys.exit(1)
+class Lazy(dict):
+    def items(self): raise Own
+def f(arguments):
+    {tool}
+def check(gt, answer):
+    if answer != "a reply":
+        {check}
+    return [True for _ in gt]
+TOOLS = [Tool(schema={{"function": {{"name": "f"}}}}, function=f)]
+{top}
+"""
+)
+
+
+@pytest.mark.parametrize("end", [*ENDS, "return Lazy(a=1)"])
+def test_whatever_a_tool_and_a_checker_raise_stays_theirs(write: Callable[..., Toolbox], end: str) -> None:
+    toolbox = write(RAISING.format(tool=end, check=end, top=""))
+    result = toolbox.call("f", {})
+    assert result.is_error and list(json.loads(result.content)) == ["error"]
+    check = toolbox.check_for(["f"])
+    assert check is not None and check(["5"], "a reply") == [True]
+    assert check(["5", "6"], "another") == [False, False] or "Lazy" in end
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_whatever_a_file_raises_is_one_line(write: Callable[..., Toolbox], end: str) -> None:
+    with pytest.raises(DataError, match="cannot be run") as caught:
+        write(RAISING.format(tool="pass", check="pass", top=end))
+    assert "\n" not in str(caught.value)
+    with pytest.raises(DataError, match="must return a list with one bool"):
+        write(
+            RAISING.format(tool="pass", check="pass", top="")
+            .replace('answer != "a reply"', "True")
+            .replace("pass\n    r", f"{end}\n    r")
+        )
+
+
+@pytest.mark.parametrize("end", ["raise KeyboardInterrupt", "raise Stopped(15)"])
+def test_stop_signals_get_through_a_users_code(write: Callable[..., Toolbox], end: str) -> None:
+    """A handler raises `Stopped` amid whatever runs; a tool that catches every Exception does not catch it."""
+    wrapped = f"""
+    try:
+        {end}
+    except Exception:
+        return 1"""
+    code = "from pipeline.supervise import Stopped\n" + RAISING
+    toolbox = write(code.format(tool=wrapped.strip(), check=end, top=""))
+    with pytest.raises(KeyboardInterrupt):
+        toolbox.call("f", {})
+    check = toolbox.check_for(["f"])
+    with pytest.raises(KeyboardInterrupt):
+        assert check is not None and check(["5"], "another")
+    with pytest.raises(KeyboardInterrupt):
+        write(code.format(tool="pass", check="pass", top=end))
+
+
+def test_a_tool_that_takes_nested_arguments_apart_changes_no_call(write: Callable[..., Toolbox]) -> None:
+    code = """
+from pipeline.tools.registry import Tool
+def f(arguments):
+    total = 0
+    while arguments["items"]:
+        total += arguments["items"].pop()["n"]
+    return total
+TOOLS = [Tool(schema={"function": {"name": "f", "parameters": {"properties": {"items": {"type": "array"}}}}}, function=f)]
+"""
+    given = {"items": [{"n": 1}, {"n": 2}]}
+    assert write(code).call("f", given).content == "3"
+    assert given == {"items": [{"n": 1}, {"n": 2}]}
+
+
 def test_a_checker_that_fails_on_an_answer_finds_nothing(write: Callable[..., Toolbox]) -> None:
     code = (
         HEAD

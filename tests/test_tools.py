@@ -34,6 +34,10 @@ def error(name: object, arguments: object, offered: object = None) -> str:
         ("2+3*4", "14"),
         ("(2+3)*4", "20"),
         ("（12＋34）×2", "92"),
+        ("２＊（３．５－１）／４", "1.25"),
+        ("１７％５＾２", "17"),
+        ("5–8", "-3"),
+        ("1e5+1.5e-1", "100000.15"),
         ("10÷4", "2.5"),
         ("8/2", "4"),
         ("7//2 + 7%2", "4"),
@@ -58,6 +62,13 @@ def test_arithmetic_by_hand(expression: str, text: str) -> None:
     assert format_number(evaluate(expression)) == text
 
 
+@pytest.mark.parametrize("expression", ["1+" * 99 + "1", "100+" * 49 + "9-9", "-" * 198 + "1", "(" * 90 + "1" + ")" * 90])
+def test_arithmetic_takes_whatever_fits_into_its_length(expression: str) -> None:
+    assert len(expression) <= 200
+    assert evaluate(expression) == eval(expression)
+
+
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("expression", "reason"),
     [
@@ -74,8 +85,10 @@ def test_arithmetic_by_hand(expression: str, text: str) -> None:
         ("sqrt(-1)", "root"),
         ("2+", "malformed"),
         ("(" * 150 + "1" + ")" * 49, "malformed"),
-        ("1+" * 99 + "1", "nested"),
-        ("-" * 100 + "1", "nested"),
+        ("1+" * 100 + "1", "longer"),
+        ("1if 1else 2", "malformed"),
+        ("0xfor 1", "malformed"),
+        ("1e5if 1else 2", "malformed"),
         ("1" * 201, "longer"),
         ("'a'*9", "signs"),
         ("[1][0]", "signs"),
@@ -84,7 +97,7 @@ def test_arithmetic_by_hand(expression: str, text: str) -> None:
         ("math.pi.real(1)", "unknown function"),
         ("x+1", "known"),
         ("True+1", "known"),
-        ("1j*1j", "known"),
+        ("1j*1j", "malformed"),
         ("1<2", "signs"),
         ("1 if 2 else 3", "known"),
         ("sqrt(1,2)", "takes 1"),

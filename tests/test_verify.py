@@ -32,6 +32,13 @@ from pipeline.rewards.verify import numbers, verify
         "9472%",
         "on 2025-03-07: 9472",
         "1.2.3 9472",
+        "Sure.9472",
+        "No.9472",
+        "9\u202f472",
+        "9\u2009472",
+        "9\u00a0472",
+        "9'472",
+        "9’472",
     ],
 )
 def test_found(text: str) -> None:
@@ -46,6 +53,15 @@ def test_found(text: str) -> None:
         ("5", "5.3"),
         ("5", "-5"),
         ("5", "−5"),
+        ("5", "–5"),
+        ("5", "‐5"),
+        ("5", "‑5"),
+        ("0.5", "No.5"),
+        ("1000000", "1000000.9"),
+        ("1000000", "1000000.5"),
+        ("10000000", "10000009.5"),
+        ("1000000.5", "1000000"),
+        ("9472", "9 472"),
         ("-5", "5"),
         ("-5", "10-5"),
         ("-5", "5 - 5 = 10"),
@@ -78,6 +94,12 @@ def test_not_found(expected: str, text: str) -> None:
         ("-285", "x = −285"),
         ("-285", "(-285)"),
         ("-5", "-5°C"),
+        ("-5", "气温-5°C"),
+        ("-5", "about –5"),
+        ("10", "5–10"),
+        ("5", "No.5"),
+        ("0.5", "结果是.5"),
+        ("30", "29.9999999999996"),
         ("5", "5-10"),
         ("10", "5-10"),
         ("5", "- 5"),
@@ -118,6 +140,16 @@ def test_numbers_by_value(expected: str, text: str) -> None:
         ("28°C", "-28°C", False),
         ("8°C", "2.8°C", False),
         ("28°C", "晴,28°C", True),
+        ("28°C", "28 °C", True),
+        ("28°C", "28 ℃", True),
+        ("28 °C", "28°C", True),
+        ("28°C", "−28°C", False),
+        ("28°C", "20–28°C", True),
+        ("50%", "50 %", True),
+        ("50%", "50％", True),
+        ("5 km", "5km", True),
+        ("-5°C", "−5°C", True),
+        ("ガ", "ｶﾞ", True),
         ("v1.2", "v1.2.3", False),
         ("a+b (c)", "A+B (C)", True),
     ],
@@ -133,6 +165,25 @@ def test_every_occurrence_counts_once() -> None:
     assert verify(["晴", "晴"], "今天晴") == [True, False]
     assert verify(["晴", "晴"], "今天晴，明天晴") == [True, True]
     assert verify([], "5") == []
+
+
+@pytest.mark.parametrize(
+    ("expected", "text", "found"),
+    [
+        (["晴", "晴朗"], "悉尼晴朗", [False, True]),
+        (["晴", "晴朗"], "悉尼晴朗，北京晴", [True, True]),
+        (["晴朗", "晴"], "北京晴，悉尼晴朗", [True, True]),
+        (["28", "28°C"], "28°C", [False, True]),
+        (["28", "28°C"], "28°C, that is 28 degrees", [True, True]),
+        (["28", "28°C", "28°C"], "28°C", [False, True, False]),
+        (["5", "5°C", "5 km"], "5km at 5 °C, and 5", [True, True, True]),
+        (["Hello", "Hello world"], "Hello world", [False, True]),
+        (["14:30", "14:30:00"], "14:30:00", [False, True]),
+        (["5", "5.0"], "5", [True, False]),
+    ],
+)
+def test_no_two_answers_share_a_place(expected: list[str], text: str, found: list[bool]) -> None:
+    assert verify(expected, text) == found
 
 
 def test_real_tasks() -> None:

@@ -7,12 +7,15 @@ from pipeline.params.schema import Rewards, Span
 from pipeline.text.turns import ParsedTurn
 
 REPETITION_CAP = 0.5
+FREE_DUPLICATES = 0.15  # names, units and set phrases recur in honest text, too
 NGRAM = 3
 MAX_WORD = 16
+MIN_STUTTER = 8
 
 # Scripts written without spaces between words: kana, CJK ideographs (extensions A and B on) and compatibility forms.
 CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 _TOKEN = re.compile(rf"[{CJK}]|[^\W{CJK}]+|[^\w\s]")
+_STUTTER = re.compile(r"([^\W\d]+?)\1{2,}")  # hahaha
 _SENTENCE_END = re.compile(r"[。！？；!?;\n]+|\.(?=\s|$)")
 
 
@@ -32,29 +35,38 @@ def thinking_reward(turn: ParsedTurn, params: Rewards) -> float:
     closed with nothing after it, fails both.
     """
     answered = turn.thinking is not None and bool(turn.answer)
-    closed_once = answered and "</think>" not in turn.answer
     length = span_reward(turn.thinking, params.thinking) if answered and turn.thinking is not None else -params.thinking.penalty
-    return length + (params.think_close if closed_once else -params.think_close)
+    return length + (params.think_close if answered and turn.closed_once else -params.think_close)
 
 
 def repetition(text: str) -> float:
     """How much a text repeats itself, in [0, 0.5]: the larger share of duplicates among its 3-grams or its sentences.
 
-    Tokens are single characters where no spaces separate words (Chinese, Japanese; and "words" beyond 16 characters) and words
-    or punctuation marks elsewhere, all lower-case. MiniMind's word n-grams take a whole Chinese run for one word and see none
-    of its repetition. Sentences of a single token (list numbers, brackets) are not compared.
+    A share up to 0.15 counts as none: an honest list of readings says its unit again and again.
+
+    Tokens are single characters where no spaces separate words (Chinese, Japanese; "words" beyond 16 characters, and those that
+    say letters three times in a row, 8 or more in all) and words or punctuation marks elsewhere, all lower-case. MiniMind's word
+    n-grams take a whole Chinese run for one word and see none of its repetition. Sentences of a single token (list numbers,
+    brackets) are not compared. A text of one token said three times or more is all repetition.
     """
-    trigrams = list(zip(*(_tokens(text)[offset:] for offset in range(NGRAM)), strict=False))
+    tokens = _tokens(text)
+    if len(tokens) >= NGRAM and len(set(tokens)) == 1:
+        return REPETITION_CAP
+    trigrams = list(zip(*(tokens[offset:] for offset in range(NGRAM)), strict=False))
     sentences = [tuple(t for t in _tokens(part) if t.isalnum()) for part in _SENTENCE_END.split(text)]
     duplicates = max(_duplicate_frac(trigrams), _duplicate_frac([sentence for sentence in sentences if len(sentence) > 1]))
-    return min(REPETITION_CAP, duplicates)
+    return min(REPETITION_CAP, duplicates) if duplicates > FREE_DUPLICATES else 0.0
 
 
 def _tokens(text: str) -> list[str]:
     tokens = []
     for token in _TOKEN.findall(text.lower()):
-        tokens += [token] if len(token) <= MAX_WORD else list(token)
+        tokens += list(token) if len(token) > MAX_WORD or _stutters(token) else [token]
     return tokens
+
+
+def _stutters(word: str) -> bool:
+    return len(word) >= MIN_STUTTER and any(len(match[0]) >= MIN_STUTTER for match in _STUTTER.finditer(word))
 
 
 def _duplicate_frac(items: Sequence[Hashable]) -> float:

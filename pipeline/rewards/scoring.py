@@ -51,9 +51,8 @@ def earned(task: PromptTask, trajectory: Trajectory, toolbox: Toolbox = PRESET_T
     """Whether the task is solved and the reward grants every answer: a tool was used, and the reply is no list of candidates."""
     answers = earned_answers(
         task.gt,
-        trajectory.final_answer,
+        trajectory,
         asked=asked_by(task),
-        tool_results=trajectory.tool_results,
         tools_offered=offered_by(task),
         check=toolbox.check_for(offered_by(task)),
     )

@@ -3,6 +3,7 @@
 Dimensions: N rows, L ids of one row, B sequences, T positions.
 """
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,10 +14,13 @@ import torch
 from torch import Tensor
 
 from pipeline.data.labels import IGNORED_LABEL
-from pipeline.text.turns import ParsedTurn
+from pipeline.text.turns import ParsedTurn, split_blocks
 from pipeline.tools.registry import ToolResult
 
-_TOOL_BLOCK = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)|<tool_response>.*?(?:</tool_response>|\Z)", re.DOTALL)
+_TOOL_TAG = re.compile(r"(<\s*/?\s*tool_(?:call|response)\b[^<>]*>)")  # spelled loosely: a policy forges them as text, too
+_DECODER = json.JSONDecoder()
+_CLOSING_CALL = re.compile(r"<\s*/\s*tool_call\b[^<>]*>")
+_CLOSING = re.compile(r"<\s*/\s*(?:think|tool_call|tool_response)\b[^<>]*>")
 
 
 class StopReason(StrEnum):
@@ -134,17 +138,40 @@ class Trajectory:
     def final_answer(self) -> str:
         """What the policy tells the user in the end, without tool results that it echoes or forges.
 
-        It stands in the last turn, after the thinking and the last `</tool_call>`. Empty unless the trajectory ended by itself,
-        for a cut answer is none.
+        It stands in the last turn, outside think blocks and tool tags, after the last tag that closes something, and is no copy
+        of a result's JSON object or list. Empty unless the trajectory ended by itself, for a cut answer is none.
         """
         if self.stop is not StopReason.EOS:
             return ""
-        return without_tool_blocks(self.turns[-1].parsed.answer.rpartition("</tool_call>")[2]).strip()
+        text = without_tool_blocks(_CLOSING_CALL.split(self.turns[-1].parsed.answer)[-1])
+        return _without_copies(_CLOSING.split(text)[-1], self.tool_results).strip()
 
 
 def without_tool_blocks(text: str) -> str:
-    """The text without tool calls and tool results; a block that is never closed reaches to the end."""
-    return _TOOL_BLOCK.sub(" ", text)
+    """The text without tool calls and tool results, nested ones too; a block that is never closed reaches to the end."""
+    return split_blocks(text, _TOOL_TAG)[0]
+
+
+def _without_copies(text: str, tool_results: Sequence[Sequence[ToolResult]]) -> str:
+    """The text without the JSON objects and lists that are equal to a tool result."""
+    contents = {result.content for results in tool_results for result in results if result.content[:1] in ("{", "[")}
+    known = [decoded[0] for content in contents if (decoded := _json_at(content, 0))]
+    # where one may begin; not at every bracket, for a policy may write thousands
+    begins = {rf"{re.escape(content[0])}\s*{re.escape(content[1:].lstrip()[:1])}" for content in contents}
+    kept, end = [], 0
+    for bracket in re.finditer("|".join(begins), text) if known else ():
+        if bracket.start() >= end and (decoded := _json_at(text, bracket.start())) and decoded[0] in known:
+            kept.append(text[end : bracket.start()])
+            end = decoded[1]
+    return " ".join([*kept, text[end:]])
+
+
+def _json_at(text: str, start: int) -> tuple[Any, int] | None:
+    """The JSON value that begins at `start`, and where it ends; None where there is none (a cut result, prose)."""
+    try:
+        return _DECODER.raw_decode(text, start)
+    except (ValueError, RecursionError):
+        return None
 
 
 def completion_tensors(trajectories: Sequence[Trajectory]) -> tuple[Tensor, Tensor, Tensor]:

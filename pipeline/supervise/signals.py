@@ -19,8 +19,11 @@ GRACE_S = 25.0
 _PR_SET_PDEATHSIG = 1
 
 
-class Stopped(Exception):
-    """The process was asked to stop; `signum` says by which signal. The exit code is 128 + signum."""
+class Stopped(KeyboardInterrupt):
+    """The process was asked to stop; `signum` says by which signal. The exit code is 128 + signum.
+
+    A signal handler raises it amid whatever runs, a user's tool included, so it is none of the exceptions that code catches.
+    """
 
     def __init__(self, signum: int, detail: str = "") -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}{detail}")

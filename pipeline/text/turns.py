@@ -5,7 +5,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+SPARE_LEVELS = 64
+
 _CALL_TAG = re.compile(r"(</?tool_call>)")
+_THINK_TAG = re.compile(r"(</?think>)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,36 +24,67 @@ class ParsedTurn:
     """A sampled turn taken apart.
 
     Attributes:
-        thinking: Stripped text of the think block; None when the turn has none.
-        answer: Stripped text after the think block, tool calls included; empty when the block is never closed.
+        thinking: Stripped text of the think blocks; None when the turn has none.
+        answer: Stripped text outside every think block, tool calls included; a block that is never closed reaches to the end.
         calls: The well-formed tool calls of the answer, in order.
         malformed_calls: How many bodies between call tags were not calls, plus the tags without a partner.
+        closed_once: Whether its think tags are those of one block, closed once.
     """
 
     thinking: str | None
     answer: str
     calls: list[ToolCall]
     malformed_calls: int
+    closed_once: bool = False
 
 
 def parse_turn(text: str, *, open_thinking: bool) -> ParsedTurn:
     """Parts of one assistant turn, as sampled and decoded; never raises, whatever a model wrote.
 
-    Everything up to the first `</think>` is thinking. With `open_thinking` the prompt ended inside the think block, so a turn
-    that never closes it is thinking and nothing else.
+    Blocks may be nested. What stands before a first tag that is `</think>` is thinking, too. With `open_thinking` the prompt
+    ended inside the think block: a turn that never closes it is thinking and nothing else, and one that opens it again at its
+    beginning has one block.
 
     Args:
         text: The decoded turn after the generation prompt, without `<|im_end|>`; think and tool tags are visible.
         open_thinking: Whether the generation prompt ended with `<think>`.
     """
-    before, closing, after = text.partition("</think>")
-    if not (closing or open_thinking):
-        thinking, answer = None, text.strip()
-    else:
-        thinking, answer = before.strip().removeprefix("<think>").strip(), after.strip()
+    tags = _THINK_TAG.findall(text)
+    if open_thinking and text.lstrip().startswith("<think>"):
+        text, tags = text.lstrip().removeprefix("<think>"), tags[1:]
+    opened = open_thinking or tags[:1] == ["</think>"]
+    answer, thinking = split_blocks(text, _THINK_TAG, opened=opened)
+    closed_once = tags == (["</think>"] if opened else ["<think>", "</think>"])
     bodies, unpaired = _call_bodies(answer)
     calls = [_parse_call(body) for body in bodies]
-    return ParsedTurn(thinking, answer, [call for call in calls if call], calls.count(None) + unpaired)
+    malformed_calls = calls.count(None) + unpaired
+    return ParsedTurn(thinking, answer, [call for call in calls if call], malformed_calls, closed_once)
+
+
+def split_blocks(text: str, tag: re.Pattern[str], *, opened: bool = False) -> tuple[str, str | None]:
+    """The stripped text outside and inside the blocks of a tag; inside is None when there is no block.
+
+    A block that is never closed reaches to the end; a closing tag that closes nothing is text.
+
+    Args:
+        text: What to split.
+        tag: Matches opening and closing tags, as its only group; closing ones have a slash.
+        opened: Whether the text begins inside a block.
+    """
+    pieces = tag.split(text)  # text, tag, text, tag, ..., text
+    depth, blocks = int(opened), opened
+    sides: tuple[list[str], list[str]] = ([], [])
+    sides[depth > 0].append(pieces[0])
+    for mark, piece in zip(pieces[1::2], pieces[2::2], strict=True):
+        opens = "/" not in mark
+        if opens or depth:
+            depth, blocks = depth + (1 if opens else -1), True
+            sides[depth > 0].append(" ")  # what a block parts is not one word
+        else:
+            sides[0].append(mark)
+        sides[depth > 0].append(piece)
+    outside, inside = ("".join(side).strip() for side in sides)
+    return outside, inside if blocks else None
 
 
 def _call_bodies(answer: str) -> tuple[list[str], int]:
@@ -75,16 +109,23 @@ def _call_bodies(answer: str) -> tuple[list[str], int]:
     return bodies, unpaired + (0 if body is None else 1 + body.count("<tool_call>"))
 
 
+def _deeper(value: Any) -> Any:
+    """The value some levels down: whoever encodes it later may stand deeper in the stack."""
+    for _ in range(SPARE_LEVELS):
+        value = [value]
+    return value
+
+
 def _parse_call(body: str) -> ToolCall | None:
     try:
         call = json.loads(body)
         if not isinstance(call, dict):
             return None
-        name, arguments = call.get("name"), call.get("arguments")
+        name, arguments = call.get("name"), call.get("arguments", {})
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
         # what no JSON text can hold (NaN, infinities, lone surrogates) could be neither answered nor encoded
-        json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode("utf-8")
+        json.dumps(_deeper([name, arguments]), ensure_ascii=False, allow_nan=False).encode("utf-8")
     except (ValueError, RecursionError):  # RecursionError: thousands of nested brackets
         return None
     return ToolCall(name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None

@@ -1,4 +1,4 @@
-"""Arithmetic on text that a model wrote: a walk over the syntax tree, bounded in length, depth and size of every value.
+"""Arithmetic on text that a model wrote: a walk over the syntax tree, bounded in length and size of every value.
 
 Nothing is compiled or run, so an expression can neither reach the interpreter nor allocate more than a few numbers.
 """
@@ -9,16 +9,20 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 
-MAX_CHARS = 200
-MAX_DEPTH = 64
+MAX_CHARS = 200  # which bounds the depth of the walk, too: a level takes at least one character
 MAX_ABS = 10**30  # of every intermediate value
 
 Number = int | float
 Function = tuple[Callable[..., Number], int, int]
 """What it computes, the fewest and the most arguments."""
 
-_SIGNS = str.maketrans({"^": "**", "×": "*", "÷": "/", "−": "-", "（": "(", "）": ")", "＋": "+", "－": "-", "，": ","})
+_SIGNS = str.maketrans(
+    {"^": "**", "＾": "**", "×": "*", "÷": "/", "−": "-", "‐": "-", "‑": "-", "–": "-"}
+    | dict(zip("（）＋－＊／％．，", "()+-*/%.,", strict=True))
+    | dict(zip("０１２３４５６７８９", "0123456789", strict=True))
+)
 _ALLOWED = re.compile(r"[0-9A-Za-z_.+\-*/%(), ]*")
+_GLUED = re.compile(r"(?<![0-9A-Za-z_])[0-9][0-9_.]*+(?:[eE][+-]?[0-9]++)?+[A-Za-z_]")  # 1if: the parser would print a warning
 _BINARY: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -52,7 +56,7 @@ def evaluate(expression: str, *, signs: Mapping[int, str] = _SIGNS, names: Mappi
         names: functions and constants as they are written, `sqrt` or `math.sqrt`.
 
     Raises:
-        ArithmeticFault: not such an expression, too long or deep, undefined, or a value beyond `MAX_ABS`.
+        ArithmeticFault: not such an expression, too long, undefined, or a value beyond `MAX_ABS`.
     """
     text = expression.strip().translate(signs)
     if not text:
@@ -61,11 +65,13 @@ def evaluate(expression: str, *, signs: Mapping[int, str] = _SIGNS, names: Mappi
         raise ArithmeticFault(f"the expression is longer than {MAX_CHARS} characters")
     if not _ALLOWED.fullmatch(text):
         raise ArithmeticFault("the expression has signs that are not arithmetic")
+    if _GLUED.search(text):
+        raise ArithmeticFault("the expression is malformed")
     try:
         tree = ast.parse(text, mode="eval")
     except (SyntaxError, MemoryError, RecursionError):  # the parser's answers to malformed and to deeply nested text
         raise ArithmeticFault("the expression is malformed") from None
-    return _value(tree.body, names, 0)
+    return _value(tree.body, names)
 
 
 def format_number(value: Number) -> str:
@@ -77,18 +83,16 @@ def format_number(value: Number) -> str:
     return f"{value + 0.0:.4f}".rstrip("0").rstrip(".")  # + 0.0: a negative zero prints as 0
 
 
-def _value(node: ast.expr, names: Mapping[str, Function | Number], depth: int) -> Number:
-    if depth > MAX_DEPTH:
-        raise ArithmeticFault(f"the expression is nested deeper than {MAX_DEPTH}")
+def _value(node: ast.expr, names: Mapping[str, Function | Number]) -> Number:
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
         return _bounded(node.value)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd | ast.USub):
-        value = _value(node.operand, names, depth + 1)
+        value = _value(node.operand, names)
         return -value if isinstance(node.op, ast.USub) else value
     if isinstance(node, ast.BinOp):
-        return _binary(node.op, _value(node.left, names, depth + 1), _value(node.right, names, depth + 1))
+        return _binary(node.op, _value(node.left, names), _value(node.right, names))
     if isinstance(node, ast.Call) and not node.keywords:
-        return _call(_written(node.func), names, [_value(argument, names, depth + 1) for argument in node.args])
+        return _call(_written(node.func), names, [_value(argument, names) for argument in node.args])
     constant = names.get(_written(node))
     if isinstance(constant, int | float):
         return constant

@@ -6,6 +6,7 @@
 import json
 import math
 from collections.abc import Callable, Collection, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,12 +137,28 @@ def call_tool(name: str, arguments: Any, offered: Collection[str] | None = None,
     if fault is not None:
         return _error(fault)
     try:
-        # a copy: rewards compare calls by their arguments, which a tool of the user's may take apart
-        return ToolResult(json_text(tool.function(dict(arguments))), is_error=False)
-    except (ArithmeticFault, ToolFault) as error:
-        return _error(str(error))
-    except Exception as error:  # noqa: BLE001 - the boundary to a user's own tools: whatever they raise is a result
-        return _error(f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS])
+        # a copy, nested values too: rewards compare calls by their arguments, which a tool of the user's may take apart
+        return ToolResult(json_text(tool.function(deepcopy(dict(arguments)))), is_error=False)
+    except KeyboardInterrupt:  # and the stop signals, which are kinds of it
+        raise
+    except BaseException as error:  # noqa: BLE001 - the boundary to a user's own tools: whatever they raise is a result
+        if isinstance(error, ArithmeticFault | ToolFault):
+            return _error(_message(error))
+        return _error(described(error)[:MAX_REASON_CHARS])
+
+
+def described(error: BaseException) -> str:
+    """Returns `name: message` of what a user's code raised, on one line."""
+    return " ".join(f"{type(error).__name__}: {_message(error)}".split())
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # noqa: BLE001 - as above: even the message is the user's code
+        return "no message"
 
 
 def json_text(value: Any) -> str:

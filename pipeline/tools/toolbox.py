@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pipeline.errors import DataError
 from pipeline.params.schema import Tools
 from pipeline.tools.minimind import minimind_result
-from pipeline.tools.registry import ARGUMENT_TYPES, TOOLS, Tool, ToolResult, call_tool
+from pipeline.tools.registry import ARGUMENT_TYPES, TOOLS, Tool, ToolResult, call_tool, described
 
 Check = Callable[[Sequence[str], str], list[bool]]
 """Which of the expected answers a final answer holds: one flag per expected answer, in order."""
@@ -55,9 +55,10 @@ def open_toolbox(params: Tools) -> Toolbox:
     path = Path("external") / params.extra
     try:
         defined = runpy.run_path(str(path))
-    except Exception as error:  # noqa: BLE001 - the boundary to a user's file: anything may be wrong with it
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        raise DataError(f"{path}: cannot be run ({text}); mend it, or write tools.extra: null") from None
+    except KeyboardInterrupt:  # and the stop signals, which are kinds of it
+        raise
+    except BaseException as error:  # noqa: BLE001 - the boundary to a user's file: anything may be wrong with it
+        raise DataError(f"{path}: cannot be run ({described(error)}); mend it, or write tools.extra: null") from None
     tools, check = defined.get("TOOLS"), defined.get("check")
     if not isinstance(tools, list) or not tools or not all(isinstance(tool, Tool) for tool in tools):
         raise DataError(
@@ -104,14 +105,17 @@ def _checked(check: Any, path: Path) -> Check:
     """
     try:
         _flags(check(["5"], "a reply"), 1)
-    except Exception as error:  # noqa: BLE001 - as above
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        raise DataError(f'{path}: check(["5"], "a reply") must return a list with one bool ({text})') from None
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 - as above
+        raise DataError(f'{path}: check(["5"], "a reply") must return a list with one bool ({described(error)})') from None
 
     def safe(gt: Sequence[str], answer: str) -> list[bool]:
         try:
             return _flags(check([*gt], answer), len(gt))
-        except Exception:  # noqa: BLE001 - as above
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # noqa: BLE001 - as above
             return [False] * len(gt)
 
     return safe
