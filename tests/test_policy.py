@@ -197,7 +197,7 @@ def test_ppos_loss_is_its_definition(estimator: Any) -> None:
         logprob, old, ref, advantage = (float(tensor[row, t]) for tensor in (*tensors, advantages))
         ratio = math.exp(logprob - old)
         value = -min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
-        expected += (value + PPO["kl_coef"] * penalty(estimator, logprob, ref) - 0.3 * float(entropy[row, t])) / 13
+        expected += (value + PPO["kl_coef"] * penalty(estimator, logprob, ref) - 0.3 * float(entropy[row, t].detach())) / 13
     assert got.item() == pytest.approx(expected, abs=1e-10)
     assert torch.isfinite(torch.autograd.grad(got, entropy)[0]).all()
 
