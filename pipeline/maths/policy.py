@@ -117,8 +117,7 @@ def group_policy_loss(
     - `cispo` (arXiv:2506.13585 eq. 4): -stop_gradient(min(r, ratio_cap)) A logp; every token keeps its gradient. The paper
       reduces by `token`.
 
-    All add kl_coef * KL per token against the reference and subtract entropy_coef * entropy; at coefficient 0 neither is
-    computed.
+    All add kl_coef * KL per token against the reference (at 0 none is computed) and subtract entropy_coef * entropy.
 
     Args:
         logprobs, old_logprobs, ref_logprobs: `[B, T]`.
@@ -146,8 +145,7 @@ def group_policy_loss(
         token_loss = -torch.minimum(ratio * advantages, ratio.clamp(*bounds) * advantages)
     if kl_coef:
         token_loss = token_loss + kl_coef * kl_penalty(logprobs, ref_logprobs, kl_estimator)
-    if entropy is not None and entropy_coef:
-        token_loss = token_loss - entropy_coef * torch.where(loss_mask, entropy, 0.0)
+    token_loss = token_loss - _bonus(entropy, entropy_coef, loss_mask)
     total = reduce_tokens(token_loss, loss_mask, reduction or REDUCTIONS[loss], size)
     return total, policy_metrics(logprobs, old_logprobs, ref_logprobs, loss_mask, ratio.detach(), ratio_bounds=bounds)
 
@@ -182,8 +180,7 @@ def ppo_policy_loss(
     token_loss = -torch.minimum(ratio * advantages, ratio.clamp(*bounds) * advantages)
     if kl_coef:
         token_loss = token_loss + kl_coef * kl_penalty(logprobs, ref_logprobs, kl_estimator)
-    if entropy is not None and entropy_coef:
-        token_loss = token_loss - entropy_coef * torch.where(loss_mask, entropy, 0.0)
+    token_loss = token_loss - _bonus(entropy, entropy_coef, loss_mask)
     total = torch.where(loss_mask, token_loss, 0.0).sum() / max(num_tokens, 1)
     return total, policy_metrics(logprobs, old_logprobs, ref_logprobs, loss_mask, ratio.detach(), ratio_bounds=bounds)
 
@@ -220,6 +217,11 @@ def policy_metrics(
         "clip_frac": clipped.sum().float(),
         "ratio_max": ratio_max,
     }
+
+
+def _bonus(entropy: Tensor | None, entropy_coef: float, loss_mask: Tensor) -> Tensor | float:
+    """What is subtracted for entropy, per token."""
+    return 0.0 if entropy is None or not entropy_coef else entropy_coef * torch.where(loss_mask, entropy, 0.0)
 
 
 def _masked(loss_mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
