@@ -49,11 +49,11 @@ from pipeline.text.chat import ChatEncoder
 from pipeline.text.tokenizer import Tokenizer
 from pipeline.tools.registry import tool_schema
 from pipeline.training.device import Device
-from pipeline.training.group_loop import group_step, train_group
+from pipeline.training.group_loop import charged, group_step, train_group
 from pipeline.training.policy_setup import open_prompts
 from pipeline.training.rollouts import RolloutTask, total_steps
 
-RUN_KEYS = ROLLOUT_KEYS | {f"rollout/{name}_frac" for name in ("zero_std", "all_good", "all_bad")}
+RUN_KEYS = ROLLOUT_KEYS | {f"rollout/{name}_frac" for name in ("zero_std", "all_good", "all_bad")} | {"rollout/trained_groups"}
 tokenizer, sets = tokenizer_fixture, sets_fixture(rlaif=prompts(12))  # 9 + 3 prompts
 
 
@@ -79,6 +79,11 @@ def make_settings(**changes: Any) -> Group:
 
 def equal(tasks: Sequence[PromptTask], trajectories: Sequence[Trajectory]) -> list[Scored]:
     return [Scored(0.7, {"same": 0.7}, True) for _ in trajectories]
+
+
+def almost_equal(tasks: Sequence[PromptTask], trajectories: Sequence[Trajectory]) -> list[Scored]:
+    """As a reward model scores one answer in batches of different shape."""
+    return [Scored(0.7 + 3e-7 * (row % 3 == 0), {"same": 0.7}, True) for row, _ in enumerate(trajectories)]
 
 
 class Run(SamplingRun):
@@ -256,6 +261,31 @@ def test_equal_rewards_without_kl_move_nothing(sets: Path, tokenizer: Tokenizer)
     run.task.score, run.task.state.step = even, 11
     train_group(run.task, settings, CPU, MemoryRecorder())
     assert run.task.state.counters["zero_signal_in_a_row"] == 0 and run.task.state.counters["zero_signal_steps"] == 11
+
+
+def test_rewards_that_differ_by_rounding_are_equal(sets: Path, tokenizer: Tokenizer) -> None:
+    settings = make_settings(kl_coef=0.0)
+    run = Run(sets, tokenizer, settings, score=almost_equal)
+    weights = snapshot(run.policy)
+    metrics, collected, advantages = group_step(run.task, settings, CPU, 0)
+    assert collected.rewards.unique().numel() == 2 and not advantages.any()
+    assert_bits_equal(snapshot(run.policy), weights)
+    assert metrics["rollout/zero_std_frac"] == 1 and metrics["train/zero_signal_steps"] == 1
+    assert metrics["rollout/trained_groups"] == 0
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_a_policy_that_is_the_reference_has_no_kl_to_learn_from(
+    sets: Path, tokenizer: Tokenizer, estimator: str, dtype: Any
+) -> None:
+    """Whatever the sampler's logprobs differ by: rounding must not become a step of AdamW's."""
+    settings = make_settings(kl_coef=0.5, kl_estimator=estimator)
+    run = Run(sets, tokenizer, settings, score=equal, autocast_dtype=dtype, sharpness=2.0)
+    weights = snapshot(run.policy)
+    metrics, _, _ = group_step(run.task, settings, Device(torch.device("cpu"), dtype, gradient_checkpointing=False), 0)
+    assert_bits_equal(snapshot(run.policy), weights)
+    assert not run.updater.gradients and metrics["rollout/trained_groups"] == 0
 
 
 def test_equal_rewards_with_kl_pull_towards_the_reference(sets: Path, tokenizer: Tokenizer) -> None:
@@ -552,11 +582,12 @@ def sometimes(tasks: Sequence[PromptTask], trajectories: Sequence[Trajectory]) -
 
 
 def test_groups_without_signal_give_their_places_away(sets: Path, tokenizer: Tokenizer) -> None:
-    settings = make_settings(batch_size=6, dynamic_sampling={"max_rounds": 8}, kl_coef=0.0)
+    settings = make_settings(dynamic_sampling={"max_rounds": 8}, kl_coef=0.0)
     run = Run(sets, tokenizer, settings, score=sometimes)
     metrics, collected, advantages = group_step(run.task, settings, CPU, 0)
-    assert {task.row % 3 for task in collected.tasks} == {0} and bool((advantages != 0).all())
-    assert len(collected.tasks) == 6 * 4 == len(advantages) and metrics["rollout/trained_groups"] == 6
+    assert sorted(task.row for task in collected.tasks[::4]) == [0, 3, 6]
+    assert bool((advantages != 0).all())
+    assert len(collected.tasks) == 3 * 4 == len(advantages) and metrics["rollout/trained_groups"] == 3
     first = run.trajectories[0]
     assert (
         metrics["rollout/resample_rounds"] >= 1 and metrics["rollout/resample_groups"] == sum(map(len, run.trajectories[1:])) / 4
@@ -571,14 +602,71 @@ def test_groups_without_signal_give_their_places_away(sets: Path, tokenizer: Tok
 
 
 def test_dynamic_sampling_ends_at_its_cap(sets: Path, tokenizer: Tokenizer) -> None:
-    settings = make_settings(batch_size=6, dynamic_sampling={"max_rounds": 2}, kl_coef=0.0)
+    settings = make_settings(dynamic_sampling={"max_rounds": 2}, kl_coef=0.0)
     run = Run(sets, tokenizer, settings, score=equal)
     before = snapshot(run.policy)
     metrics, collected, _ = group_step(run.task, settings, CPU, 0)
-    assert len(run.trajectories) == 3 and metrics["rollout/trained_groups"] == 0
+    assert len(run.trajectories) == 3 and metrics["rollout/resample_rounds"] == 2 and metrics["rollout/trained_groups"] == 0
     assert [t.ids for t in collected.trajectories] == [t.ids for t in run.trajectories[0]]  # shown, not trained
     assert metrics["train/zero_signal_steps"] == 1
     assert_bits_equal(snapshot(run.policy), before)
+
+
+@pytest.mark.parametrize("batch_size", [3, 4, 6, 9])
+def test_no_step_takes_a_prompt_twice(sets: Path, tokenizer: Tokenizer, batch_size: int) -> None:
+    """Of 9 prompts 3 have a signal: once all were asked there are no others, and fewer groups are trained."""
+    settings = make_settings(batch_size=batch_size, dynamic_sampling={"max_rounds": 8}, kl_coef=0.0)
+    for step in range(Run(sets, tokenizer, settings).task.prompts.batches_per_epoch):
+        run = Run(sets, tokenizer, settings, score=sometimes)
+        asked, sample = [], run.task.rollout
+
+        def spy(tasks: Any, keys: Any, sample: Any = sample, asked: list[int] = asked) -> list[Trajectory]:
+            asked += [task.row for task in tasks[::4]]
+            return sample(tasks, keys)
+
+        run.task.rollout = spy
+        first = len(run.task.prompts.batch(0, step))
+        metrics, collected, _ = group_step(run.task, settings, CPU, step)
+        assert len(asked) == len(set(asked)) == first + metrics["rollout/resample_groups"]
+        rows = [task.row for task in collected.tasks[::4]]
+        assert metrics["rollout/trained_groups"] == len(rows) == len(set(rows)) == min(3, first)
+        assert len(rows) == first or len(asked) == 9
+
+
+def test_a_group_with_nothing_in_the_loss_has_no_signal(sets: Path, tokenizer: Tokenizer) -> None:
+    masked = {"buffer": 0, "penalty": 0.0, "train_truncated": False}
+    settings = make_settings(overlong=masked, dynamic_sampling={"max_rounds": 8}, max_new_tokens=1, kl_coef=0.5)
+
+    def score(tasks: Sequence[PromptTask], trajectories: Sequence[Trajectory]) -> list[Scored]:
+        for task, trajectory in zip(tasks, trajectories, strict=True):
+            trajectory.stop = StopReason.EOS if task.row % 3 == 0 else StopReason.LENGTH
+        return [Scored(float(place % 2), {}, True) for place, _ in enumerate(trajectories)]
+
+    run = Run(sets, tokenizer, settings, score=score)
+    metrics, collected, _ = group_step(run.task, settings, CPU, 0)
+    assert {task.row for task in collected.tasks} == {0, 3, 6} and metrics["rollout/trained_groups"] == 3
+
+
+def test_the_first_groups_are_trained_where_kl_alone_teaches(sets: Path, tokenizer: Tokenizer) -> None:
+    settings = make_settings(dynamic_sampling={"max_rounds": 1}, kl_coef=0.5)
+    run = Run(sets, tokenizer, settings, score=equal)
+    with torch.no_grad():
+        run.policy.model.norm.weight += 0.1
+    metrics, collected, _ = group_step(run.task, settings, CPU, 0)
+    assert [t.ids for t in collected.trajectories] == [t.ids for t in run.trajectories[0]]
+    assert len(run.updater.gradients) == 1 and metrics["rollout/trained_groups"] == 3
+
+
+def test_a_resampling_run_is_resumed_exactly(sets: Path, tokenizer: Tokenizer) -> None:
+    settings = make_settings(epochs=2, dynamic_sampling={"max_rounds": 2}, lr=0.01)
+    whole, straight = Run(sets, tokenizer, settings, score=sometimes), MemoryRecorder()
+    expected = train_group(whole.task, settings, CPU, straight)
+    broken, first = Run(sets, tokenizer, settings, score=sometimes), MemoryRecorder(save_at=[2], kill_at=4)
+    with pytest.raises(Killed):
+        train_group(broken.task, settings, CPU, first)
+    again = Run(sets, tokenizer, settings, score=sometimes)
+    assert train_group(again.task, settings, CPU, MemoryRecorder(first.saved)) == expected
+    assert_bits_equal(snapshot(again.policy), snapshot(whole.policy))
 
 
 def test_the_length_penalty_grows_towards_the_limit(sets: Path, tokenizer: Tokenizer) -> None:
@@ -595,6 +683,16 @@ def test_the_length_penalty_grows_towards_the_limit(sets: Path, tokenizer: Token
     assert max(lengths) == limit and min(lengths) < limit - 2
     penalties = [total - 0.7 for total in expected]
     assert metrics["reward/term/overlong"] == pytest.approx(sum(penalties) / len(penalties), abs=1e-6)
+
+
+def test_the_length_penalty_can_turn_good_into_bad_but_unsolves_nothing(sets: Path, tokenizer: Tokenizer) -> None:
+    settings = make_settings(overlong={"buffer": 2, "penalty": 0.6, "train_truncated": True})
+    prompt = Run(sets, tokenizer, settings).task.prompts.batch(0, 0)[0]
+    asked = replace(prompt, gt=["42"])
+    for total, length, good in ((0.5, 6, False), (0.5, 4, True), (0.7, 6, True)):
+        assert charged(prompt, Scored(total, {}, True), length, settings).good is good
+        assert charged(asked, Scored(total, {}, True), length, settings).good
+        assert not charged(asked, Scored(total, {}, False), length, settings).good
 
 
 def test_cut_completions_can_be_left_out_of_the_loss(sets: Path, tokenizer: Tokenizer) -> None:

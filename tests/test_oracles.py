@@ -1,6 +1,7 @@
 """The losses against those of trl, by its own trainers on the same tensors and on the same weights; adapters against peft.
 
-Where ours differ on purpose, the test says by how much. `make interop` installs trl and peft; without them this file is skipped.
+Where ours differ on purpose, the test says by how much. `make interop` installs trl and peft; without them this file is skipped,
+and the types of its calls are all that `make check` looks at.
 trl has no PPO: its critic, GAE and whitening are compared with the reference figures (tests/test_value.py).
 """
 
@@ -165,9 +166,10 @@ def trl_group_loss(trainer: Any, tensors: list[Tensor], mask: Tensor, advantages
 def our_group_loss(
     loss: Any, tensors: list[Tensor], mask: Tensor, advantages: Tensor, **changes: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
+    logprobs, old, ref, entropy = tensors
     size = StepSize(num_sequences=len(mask), num_tokens=int(mask.sum()), max_tokens=MAX_NEW_TOKENS)
-    settings = {"reduction": FROM_TRL.get(loss), "entropy": tensors[3], "size": size, **GROUP}
-    return group_policy_loss(*tensors[:3], advantages, mask, loss=loss, **settings | changes)
+    settings: dict[str, Any] = {"reduction": FROM_TRL.get(loss), "entropy": entropy, "size": size, **GROUP}
+    return group_policy_loss(logprobs, old, ref, advantages, mask, loss=loss, **settings | changes)
 
 
 def assert_same(ours: Tensor, theirs: Tensor, leaf: Tensor) -> None:
@@ -209,15 +211,18 @@ def test_ppos_surrogate_equals_trl_with_an_advantage_per_token(oracle: Trl) -> N
     trainer = oracle.grpo(loss_type="dapo", epsilon_high=0.2, entropy_coef=0.3)
     for seed in range(20):
         tensors, mask, _ = ragged(seed)
-        tensors[3].requires_grad_()
+        logprobs, old, ref, entropy = tensors
+        entropy.requires_grad_()
         advantages = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
         ours, _ = ppo_policy_loss(
-            *tensors[:3],
+            logprobs,
+            old,
+            ref,
             advantages,
             mask,
             clip_eps=0.2,
             kl_coef=0.1,
-            entropy=tensors[3],
+            entropy=entropy,
             entropy_coef=0.3,
             num_tokens=int(mask.sum()),
         )
@@ -338,8 +343,8 @@ def test_a_rollout_of_trl_gives_its_loss_and_gradients_in_our_model(oracle: Trl,
                 ("old_per_token_logps", "completion_mask"),
             )
         )
-        trajectories.append(Trajectory(prompt, ids, [True] * len(ids), old, StopReason.LENGTH))
-    (batch,) = micro_batches(trajectories, range(8), 8, oracle.tokenizer.pad_token_id, CPU)
+        trajectories.append(Trajectory(prompt, ids, [True] * len(ids), old, turns=[], stop=StopReason.LENGTH))
+    (batch,) = micro_batches(trajectories, range(8), 8, CPU)
     with torch.no_grad():
         reference, _ = sampled_logprobs(oracle.reference, batch, 0.6, CPU)
     expected = torch.cat([inputs["ref_per_token_logps"][row][inputs["completion_mask"][row].bool()] for row in batch.rows])
@@ -355,13 +360,16 @@ def test_a_rollout_of_trl_gives_its_loss_and_gradients_in_our_model(oracle: Trl,
 
 def assert_same_gradients(ours: nn.Module, theirs: nn.Module) -> None:
     """Of all weights, as a share of each one's largest."""
-    expected = {name: p.grad for name, p in theirs.named_parameters()}
-    found = {name: p.grad for name, p in ours.named_parameters()}
+    expected, found = ({name: p.grad for name, p in model.named_parameters() if p.grad is not None} for model in (theirs, ours))
     assert found.keys() == expected.keys() and max(float(gradient.abs().max()) for gradient in expected.values()) > 0.05
     for name, gradient in expected.items():
         scale = max(float(gradient.abs().max()), 1.0)
         torch.testing.assert_close(
-            found[name] / scale, gradient / scale, atol=1e-5, rtol=0, msg=lambda text, n=name: f"{n}: {text}"
+            found[name] / scale,
+            gradient / scale,
+            atol=1e-5,
+            rtol=0,
+            msg=lambda text, n=name: f"{n}: {text}",  # type: ignore[misc]
         )
 
 

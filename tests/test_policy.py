@@ -156,7 +156,7 @@ def twin(
                 clipped = min(max(ratio, 1 - GROUP["clip_eps_low"]), 1 + GROUP["clip_eps_high"])
                 value = -min(ratio * advantage, clipped * advantage)
             value += GROUP["kl_coef"] * penalty(estimator, float(tensors[0][row, t]), float(tensors[2][row, t]))
-            value -= 0.3 * float(entropy[row, t])
+            value -= 0.3 * float(entropy[row, t].detach())
             total += value / {"sequence": 3 * len(kept), "token": 11, "constant": 3 * 8}[reduction]
     return total
 
@@ -197,7 +197,7 @@ def test_ppos_loss_is_its_definition(estimator: Any) -> None:
         logprob, old, ref, advantage = (float(tensor[row, t]) for tensor in (*tensors, advantages))
         ratio = math.exp(logprob - old)
         value = -min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
-        expected += (value + PPO["kl_coef"] * penalty(estimator, logprob, ref) - 0.3 * float(entropy[row, t])) / 13
+        expected += (value + PPO["kl_coef"] * penalty(estimator, logprob, ref) - 0.3 * float(entropy[row, t].detach())) / 13
     assert got.item() == pytest.approx(expected, abs=1e-10)
     assert torch.isfinite(torch.autograd.grad(got, entropy)[0]).all()
 
@@ -347,6 +347,38 @@ def test_extreme_logprobs_stay_finite(name: str) -> None:
         assert torch.isfinite(loss)
         assert torch.isfinite(torch.autograd.grad(loss, logprobs)[0]).all()
         assert all(math.isfinite(value) for value in combine([metrics]).values())
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "gspo", "dr_grpo", "ppo"])
+def test_a_ratio_beyond_e_20_goes_on_along_its_tangent(name: str) -> None:
+    """At log-ratio 25 and A = -1 the loss is e^20 (1 + 5), and its gradient e^20 pulls the token back."""
+    logprobs, old = torch.full((1, 1), -0.5, requires_grad=True), torch.full((1, 1), -25.5)
+    mask, settings = torch.ones(1, 1, dtype=torch.bool), {"kl_coef": 0.0}
+    if name == "ppo":
+        loss, metrics = ppo_policy_loss(logprobs, old, old, -torch.ones(1, 1), mask, num_tokens=1, **PPO | settings)
+    else:
+        chosen: Any = name
+        loss, metrics = group_policy_loss(logprobs, old, old, -torch.ones(1), mask, loss=chosen, size=one(), **GROUP | settings)
+    assert loss.item() == pytest.approx(6 * math.exp(20), rel=1e-6) == float(metrics["ratio_max"])
+    assert float(torch.autograd.grad(loss, logprobs)[0]) == pytest.approx(math.exp(20), rel=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_without_a_coefficient_the_reference_has_no_influence(name: str, estimator: Any) -> None:
+    """Even one that finds a token impossible: 0 times infinity would be no number."""
+    found = []
+    for known in (-math.inf, -1.0):
+        logprobs = torch.full((1, 1), -1.0, requires_grad=True)
+        old, ref, mask = torch.full((1, 1), -1.0), torch.full((1, 1), known), torch.ones(1, 1, dtype=torch.bool)
+        changes: dict[str, Any] = {"kl_coef": 0.0, "kl_estimator": estimator}
+        if name == "ppo":
+            loss, metrics = ppo_policy_loss(logprobs, old, ref, torch.ones(1, 1), mask, num_tokens=1, **PPO | changes)
+        else:
+            loss, metrics = group_policy_loss(logprobs, old, ref, torch.ones(1), mask, loss="grpo", size=one(), **GROUP | changes)
+        assert float(metrics["ref_kl"]) == (math.inf if math.isinf(known) else 0)
+        found.append((loss.item(), torch.autograd.grad(loss, logprobs)[0].item()))
+    assert found[0] == found[1] == (-1.0, -1.0)
 
 
 def test_estimators_by_hand() -> None:

@@ -42,6 +42,7 @@ from pipeline.params.schema import Ppo
 from pipeline.rewards.scoring import Scored
 from pipeline.rollout.records import StopReason, Trajectory
 from pipeline.text.tokenizer import Tokenizer
+from pipeline.training.device import Device
 from pipeline.training.ppo_loop import (
     Experience,
     PpoTask,
@@ -233,7 +234,7 @@ def test_advantages_are_whitened_over_the_whole_step(sets: Path, tokenizer: Toke
     run = Run(sets, tokenizer, settings)
     opened = run.task.prompts.batch(0, 0)
     collected = collect(opened, list(range(6)), run.task.rollout, even)
-    experience = estimate(run.task, settings, CPU, collected)
+    experience, _ = estimate(run.task, settings, CPU, collected)
     assert len(experience) == 6
     flat = torch.cat([part.advantages[part.batch.loss_mask] for part in experience]).double()
     assert float(flat.mean()) == pytest.approx(0, abs=1e-6) and float(flat.std(correction=0)) == pytest.approx(1, abs=1e-5)
@@ -503,6 +504,29 @@ def test_equal_rewards_move_the_critic_alone_and_are_said(sets: Path, tokenizer:
     assert [warning.split()[0] for warning in run.warnings] == ["5"] and summary["train/zero_signal_steps"] == 5
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("kl_in_reward", [True, False])
+def test_a_policy_that_is_the_reference_has_no_kl_to_learn_from(
+    sets: Path, tokenizer: Tokenizer, kl_in_reward: bool, dtype: Any
+) -> None:
+    """Rewards equal up to rounding: neither whitening nor AdamW may turn what rounding leaves of a KL into a step."""
+    settings = make_settings(kl_coef=0.5, kl_in_reward=kl_in_reward, mini_batch_size=2)
+    run = Run(sets, tokenizer, settings, autocast_dtype=dtype, sharpness=2.0)
+    run.task.score = lambda _, trajectories: [Scored(0.7 + 3e-7 * (row % 2), {}, True) for row, _ in enumerate(trajectories)]
+    device = Device(torch.device("cpu"), dtype, gradient_checkpointing=False)
+    before = snapshot(run.policy)
+    metrics, _, row_advantages = ppo_step(run.task, settings, device, 0)
+    assert_bits_equal(snapshot(run.policy), before)
+    assert metrics["advantages/abs_max"] == 0 and not row_advantages.any() and metrics["train/zero_signal_steps"] == 1
+    assert not run.updater.gradients and run.critic_updater.gradients
+
+    with torch.no_grad():
+        run.policy.model.norm.weight += 0.1
+    metrics, _, row_advantages = ppo_step(run.task, settings, device, 0)
+    assert bool(row_advantages.any()) == kl_in_reward and metrics["train/zero_signal_steps"] == 2 - kl_in_reward
+    assert len(run.updater.gradients) == 3
+
+
 def test_kl_may_be_paid_in_the_reward(sets: Path, tokenizer: Tokenizer) -> None:
     """Returns with gamma = lambda = 1 and a critic of zeros are what is still to come: reward minus the KL of later tokens."""
     settings = make_settings(kl_in_reward=True, kl_coef=0.3, gamma=1.0, gae_lambda=1.0)
@@ -513,7 +537,7 @@ def test_kl_may_be_paid_in_the_reward(sets: Path, tokenizer: Tokenizer) -> None:
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
     prompts = run.prompts.batch(0, 0)
     collected = collect(prompts, list(range(len(prompts))), run.task.rollout, run.task.score)
-    for part in estimate(run.task, settings, CPU, collected):
+    for part in estimate(run.task, settings, CPU, collected)[0]:
         for place, row in enumerate(part.batch.rows.tolist()):
             trajectory = collected.trajectories[row]
             known = row_logprobs(run.reference, trajectory, settings.temperature).detach()
@@ -530,7 +554,7 @@ def test_a_cut_completion_may_go_on_with_the_critics_value(sets: Path, tokenizer
     collected = collect(prompts, list(range(len(prompts))), run.task.rollout, run.task.score)
     returns = {}
     for settings in (plain, bootstrapped):
-        for part in estimate(run.task, settings, CPU, collected):
+        for part in estimate(run.task, settings, CPU, collected)[0]:
             for place, row in enumerate(part.batch.rows.tolist()):
                 returns[settings.bootstrap_truncated, row] = part.returns[place][part.batch.loss_mask[place]]
     cut = [t.truncated for t in collected.trajectories]

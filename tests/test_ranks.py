@@ -27,6 +27,7 @@ from tiny_runs import (
     assert_near,
     chats,
     documents,
+    even,
     make_model,
     make_set,
     make_tokenizer,
@@ -42,6 +43,7 @@ from pipeline.data.batches import Batch, SupervisedBatches
 from pipeline.data.prompts import PromptTask
 from pipeline.model.lora import add_lora
 from pipeline.params.schema import Agent, Group, Ppo, Runtime, Supervised
+from pipeline.rewards.scoring import Scored
 from pipeline.rollout.records import Trajectory
 from pipeline.text.tokenizer import Tokenizer, load_tokenizer
 from pipeline.training.device import Device, open_device
@@ -102,12 +104,12 @@ def train_lora(sets: Path, tokenizer: Tokenizer, device: Device) -> Outcome:
 
 def train_dpo(sets: Path, tokenizer: Tokenizer, device: Device) -> Outcome:
     settings = supervised_settings(accumulation_steps=2, val_every=1)
-    return train_one(make_dpo(sets, tokenizer, settings, sharpness=4.0, dropout=0.0), settings, device)
+    return train_one(make_dpo(sets, tokenizer, settings, sharpness=4.0, dropout=0.1), settings, device)
 
 
 def train_reward(sets: Path, tokenizer: Tokenizer, device: Device) -> Outcome:
     settings = supervised_settings(accumulation_steps=2, val_every=1)
-    return train_one(make_reward(sets, tokenizer, settings, sharpness=4.0, dropout=0.0), settings, device)
+    return train_one(make_reward(sets, tokenizer, settings, sharpness=4.0, dropout=0.1), settings, device)
 
 
 def train_policy(
@@ -116,11 +118,19 @@ def train_policy(
     device: Device,
     settings: Group | Ppo,
     change: Callable[[Rollout], Rollout] = lambda rollout: rollout,
+    *,
+    equal_after_first: bool = False,
 ) -> Outcome:
     """Of a stage that samples; beside the outcome how many trajectories of the first step this process sampled."""
     recorder = MemoryRecorder()
     run: Any = (PpoRun if isinstance(settings, Ppo) else GroupRun)(sets, tokenizer, settings)
     run.task.rollout = change(run.task.rollout)
+    if equal_after_first:
+        rows = {prompt.row for prompt in run.prompts.batch(0, 0)}
+        run.task.score = lambda tasks, trajectories: [
+            scored if task.row in rows else Scored(0.7, {}, True)
+            for task, scored in zip(tasks, even(tasks, trajectories), strict=True)
+        ]
     train: Any = train_ppo if isinstance(settings, Ppo) else train_group
     found = outcome(run.task.state, recorder, train(run.task, settings, device, recorder))
     return found | {"sampled": len(run.trajectories[0])}
@@ -143,6 +153,12 @@ def train_grpo_empty(sets: Path, tokenizer: Tokenizer, device: Device) -> Outcom
     settings = group_settings(**SLOW, batch_size=3, group_size=2, loss="grpo")
     keys = [[seed_for(1, "rollout", step, place, member) for place in range(3) for member in range(2)] for step in range(3)]
     return train_policy(sets, tokenizer, device, settings, lambda rollout: without_ids(rollout, keys))
+
+
+def train_grpo_kl(sets: Path, tokenizer: Tokenizer, device: Device) -> Outcome:
+    """After a step with a signal KL alone is left to learn from."""
+    settings = group_settings(**SLOW, kl_coef=0.5, dynamic_sampling={"max_rounds": 1})
+    return train_policy(sets, tokenizer, device, settings, equal_after_first=True)
 
 
 def train_agent(sets: Path, tokenizer: Tokenizer, device: Device) -> Outcome:
@@ -179,6 +195,12 @@ def train_ppo_empty(sets: Path, tokenizer: Tokenizer, device: Device) -> Outcome
     return train_policy(sets, tokenizer, device, settings, lambda rollout: without_ids(rollout, keys))
 
 
+def train_ppo_kl(sets: Path, tokenizer: Tokenizer, device: Device) -> Outcome:
+    """After a step with a signal the KL in the rewards is all that tells tokens apart."""
+    settings = ppo_settings(**SLOW, critic_lr=3e-4, kl_coef=0.5, kl_in_reward=True)
+    return train_policy(sets, tokenizer, device, settings, equal_after_first=True)
+
+
 CASES: dict[str, Callable[[Path, Tokenizer, Device], Outcome]] = {
     "pretrain": train_pretrain,
     "full_sft": train_full_sft,
@@ -187,10 +209,12 @@ CASES: dict[str, Callable[[Path, Tokenizer, Device], Outcome]] = {
     "reward": train_reward,
     "grpo": train_grpo,
     "grpo_empty": train_grpo_empty,
+    "grpo_kl": train_grpo_kl,
     "agent": train_agent,
     "ppo": train_ppo_whole,
     "ppo_stopped": train_ppo_stopped,
     "ppo_empty": train_ppo_empty,
+    "ppo_kl": train_ppo_kl,
 }
 
 

@@ -791,6 +791,18 @@ def test_trained_scores_are_batched_in_order_and_standardised() -> None:
     assert TrainedRewardModel(model, chat_encoder, pad_id=0, offset=0, scale=1, batch_size=4, max_len=64).score([]) == []
 
 
+def test_equal_answers_score_equal_bit_for_bit() -> None:
+    """Other batch shapes round differently, and a difference of rounding would be the whole signal of a group."""
+    encoder: Any = LetterEncoder()
+    scorer = TrainedRewardModel(small_reward_model(), encoder, pad_id=0, offset=0.3, scale=0.5, batch_size=3, max_len=64)
+    same = ([{"role": "user", "content": "again"}], "the very same words")
+    others = [([{"role": "user", "content": "q" * length}], "a") for length in range(1, 24)]
+    scores = scorer.score([same, *others[:11], same, same, *others[11:], same])
+    assert scores[0] == scores[12] == scores[13] == scores[-1]
+    rest = scores[1:12] + scores[14:-1]
+    assert len(set(rest)) > 20 and rest == pytest.approx(scorer.score(others), abs=1e-5)
+
+
 def test_long_conversations_lose_their_beginning() -> None:
     encoder: Any = LetterEncoder()
     scorer = TrainedRewardModel(small_reward_model(), encoder, pad_id=0, offset=0.0, scale=1.0, batch_size=4, max_len=12)

@@ -287,7 +287,7 @@ def test_lora_moves_the_adapters_alone(sets: Path, tokenizer: Tokenizer) -> None
 
 def test_dpo_starts_at_ln_2_learns_and_leaves_the_reference(sets: Path, tokenizer: Tokenizer) -> None:
     settings = make_settings(epochs=4, lr=0.01, val_every=4)
-    task = make_dpo(sets, tokenizer, settings, dropout=0.0)
+    task = make_dpo(sets, tokenizer, settings, dropout=0.1)  # configured, and off here
     reference = make_model(tokenizer, dropout=0.0).requires_grad_(False)
     task.objective.reference = live_reference(reference, CPU)
     before, recorder = snapshot(reference), MemoryRecorder()
@@ -306,6 +306,18 @@ def test_dpo_starts_at_ln_2_learns_and_leaves_the_reference(sets: Path, tokenize
             n = batch.num_pairs
             margins += [0.5 * (ratios[pair] - ratios[pair + n]) for pair in range(n)]
     assert summary["val/margin"] == pytest.approx(sum(margins) / len(margins), abs=1e-4)
+
+
+@pytest.mark.parametrize("make", [make_dpo, make_reward])
+def test_pairs_are_trained_without_dropout_and_with_balanced_routers(sets: Path, tokenizer: Tokenizer, make: Make) -> None:
+    settings = make_settings(accumulation_steps=3)
+    first = []
+    for dropout in (0.0, 0.5):
+        task, recorder = make(sets, tokenizer, settings, dropout=dropout, **MOE), MemoryRecorder()
+        train_supervised(task, settings, CPU, recorder)
+        first.append({name: value for name, value in recorder.at(1).items() if not name.startswith(("time/", "memory/"))})
+        first[-1].pop("train/tokens_per_s")
+    assert first[0] == first[1] and first[0]["moe/aux_loss"] > 0
 
 
 def test_a_pair_window_is_one_batch(sets: Path, tokenizer: Tokenizer) -> None:

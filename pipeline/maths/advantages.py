@@ -5,6 +5,19 @@ from torch import Tensor
 
 GROUP_STD_EPS = 1e-4
 WHITEN_EPS = 1e-8
+ROUNDING = 1e-5
+"""What numbers of size 1 that ought to be equal may differ by: a reward model's scores of one answer do by about 3e-7, as the
+shape of the batch decides how sums are rounded."""
+
+
+def all_equal(values: Tensor) -> Tensor:
+    """Whether the numbers along the last dimension, at least one, are equal up to rounding: bool `[...]`.
+
+    They are when their spread is below `ROUNDING`, or below that share of the largest beyond 1. NaN equals nothing. Every
+    question whether rewards say anything is this one: an optimizer such as Adam turns the faintest gradient into a full step.
+    """
+    spread = values.amax(-1) - values.amin(-1)
+    return spread < ROUNDING * values.abs().amax(-1).clamp(min=1)
 
 
 @torch.no_grad()
@@ -20,15 +33,13 @@ def group_advantages(rewards: Tensor, group_size: int, *, divide_by_std: bool = 
             hopeless).
 
     Returns:
-        `[P * G]`; exactly 0 for a group whose rewards are all equal, which carries no signal.
+        `[P * G]`; exactly 0 for a group whose rewards are `all_equal`, which carries no signal.
     """
     groups = rewards.view(-1, group_size)
     advantages = groups - groups.mean(-1, keepdim=True)
     if divide_by_std:
         advantages = advantages / (groups.std(-1, correction=0, keepdim=True) + GROUP_STD_EPS)
-    # The mean of equal floats may differ from them in the last bit, which the small divisor would blow up.
-    equal = groups.amax(-1, keepdim=True) == groups.amin(-1, keepdim=True)
-    return torch.where(equal, 0.0, advantages).view(-1)
+    return torch.where(all_equal(groups)[:, None], 0.0, advantages).view(-1)
 
 
 @torch.no_grad()
@@ -39,8 +50,9 @@ def whiten(values: Tensor) -> Tensor:
         values: `[N]`, of every token in the loss of the whole step, and of no other.
 
     Returns:
-        `[N]`; all 0 where the values are equal.
+        `[N]`; exactly 0 where the values are `all_equal`: rounding would be blown up to unit variance.
     """
-    count = max(len(values), 1)
-    centred = values - values.sum() / count
-    return centred * torch.rsqrt(centred.square().sum() / count + WHITEN_EPS)
+    if not len(values) or all_equal(values):
+        return torch.zeros_like(values)
+    centred = values - values.mean()
+    return centred * torch.rsqrt(centred.square().mean() + WHITEN_EPS)

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0  # exp(20) is finite in fp32 and beyond every clip; without it 0 * inf would be NaN
+MAX_LOG_RATIO = 20.0  # exp(20) is beyond every clip; exp(89) would be infinite in fp32, and 0 * inf is NaN
 MAX_K3_EXPONENT = 5.0
 
 GroupLoss = Literal["cispo", "grpo", "dapo", "gspo", "dr_grpo"]
@@ -68,7 +68,12 @@ def k3(log_ratio: Tensor) -> Tensor:
     """
     exponent = log_ratio.clamp(max=MAX_K3_EXPONENT)
     # expm1: near 0 the value is d^2 / 2, which exp(d) - 1 would lose to rounding and could turn negative
-    return torch.expm1(exponent) + exponent.exp() * (log_ratio - exponent) - log_ratio
+    return torch.expm1(exponent) + exponent.exp() * (log_ratio - MAX_K3_EXPONENT).relu() - log_ratio
+
+
+def probability_ratio(log_ratio: Tensor) -> Tensor:
+    """exp(log_ratio), continued along its tangent above 20: a ratio however large is finite in fp32 and keeps its gradient."""
+    return log_ratio.clamp(max=MAX_LOG_RATIO).exp() * (1 + (log_ratio - MAX_LOG_RATIO).relu())
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator) -> Tensor:
@@ -112,7 +117,7 @@ def group_policy_loss(
     - `cispo` (arXiv:2506.13585 eq. 4): -stop_gradient(min(r, ratio_cap)) A logp; every token keeps its gradient. The paper
       reduces by `token`.
 
-    All add kl_coef * KL per token against the reference and subtract entropy_coef * entropy.
+    All add kl_coef * KL per token against the reference (at 0 none is computed) and subtract entropy_coef * entropy.
 
     Args:
         logprobs, old_logprobs, ref_logprobs: `[B, T]`.
@@ -131,16 +136,16 @@ def group_policy_loss(
     if loss == "gspo":
         # one ratio per completion, written at each of its tokens: masked positions hold 0 and add nothing to the sum
         log_ratio = (log_ratio.sum(-1) / loss_mask.sum(-1).clamp(min=1))[:, None].expand_as(logprobs)
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio = probability_ratio(log_ratio)
     if loss == "cispo":
         bounds = (0.0, ratio_cap)
         token_loss = -ratio.clamp(max=ratio_cap).detach() * advantages * logprobs
     else:
         bounds = (1 - clip_eps_low, 1 + clip_eps_high)
         token_loss = -torch.minimum(ratio * advantages, ratio.clamp(*bounds) * advantages)
-    token_loss = token_loss + kl_coef * kl_penalty(logprobs, ref_logprobs, kl_estimator)
-    if entropy is not None and entropy_coef:
-        token_loss = token_loss - entropy_coef * torch.where(loss_mask, entropy, 0.0)
+    if kl_coef:
+        token_loss = token_loss + kl_coef * kl_penalty(logprobs, ref_logprobs, kl_estimator)
+    token_loss = token_loss - _bonus(entropy, entropy_coef, loss_mask)
     total = reduce_tokens(token_loss, loss_mask, reduction or REDUCTIONS[loss], size)
     return total, policy_metrics(logprobs, old_logprobs, ref_logprobs, loss_mask, ratio.detach(), ratio_bounds=bounds)
 
@@ -171,11 +176,11 @@ def ppo_policy_loss(
     """
     logprobs, old_logprobs, ref_logprobs, advantages = _masked(loss_mask, logprobs, old_logprobs, ref_logprobs, advantages)
     bounds = (1 - clip_eps, 1 + clip_eps)
-    ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio = probability_ratio(logprobs - old_logprobs)
     token_loss = -torch.minimum(ratio * advantages, ratio.clamp(*bounds) * advantages)
-    token_loss = token_loss + kl_coef * kl_penalty(logprobs, ref_logprobs, kl_estimator)
-    if entropy is not None and entropy_coef:
-        token_loss = token_loss - entropy_coef * torch.where(loss_mask, entropy, 0.0)
+    if kl_coef:
+        token_loss = token_loss + kl_coef * kl_penalty(logprobs, ref_logprobs, kl_estimator)
+    token_loss = token_loss - _bonus(entropy, entropy_coef, loss_mask)
     total = torch.where(loss_mask, token_loss, 0.0).sum() / max(num_tokens, 1)
     return total, policy_metrics(logprobs, old_logprobs, ref_logprobs, loss_mask, ratio.detach(), ratio_bounds=bounds)
 
@@ -212,6 +217,11 @@ def policy_metrics(
         "clip_frac": clipped.sum().float(),
         "ratio_max": ratio_max,
     }
+
+
+def _bonus(entropy: Tensor | None, entropy_coef: float, loss_mask: Tensor) -> Tensor | float:
+    """What is subtracted for entropy, per token."""
+    return 0.0 if entropy is None or not entropy_coef else entropy_coef * torch.where(loss_mask, entropy, 0.0)
 
 
 def _masked(loss_mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -43,27 +43,30 @@ class TrainedRewardModel:
 
     @torch.no_grad()
     def score(self, items: Sequence[tuple[Messages, str]]) -> list[float]:
-        """Scores read at the last trained token of each conversation, as in training; rows of like length share a batch."""
+        """Scores read at the last trained token of each conversation, as in training; rows of like length share a batch.
+
+        Equal conversations are scored once: their scores are equal bit for bit.
+        """
         rows = self._encode(items)
-        order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
-        scores = [0.0] * len(rows)
+        order = sorted(dict.fromkeys(rows), key=len)
+        scores = {}
         for start in range(0, len(order), self.batch_size):
             batch = order[start : start + self.batch_size]
-            for row, raw in zip(batch, self._raw_scores([rows[row] for row in batch]), strict=True):
+            for row, raw in zip(batch, self._raw_scores(batch), strict=True):
                 scores[row] = (raw - self.offset) / self.scale
-        return scores
+        return [scores[row] for row in rows]
 
-    def _encode(self, items: Sequence[tuple[Messages, str]]) -> list[list[int]]:
+    def _encode(self, items: Sequence[tuple[Messages, str]]) -> list[tuple[int, ...]]:
         rows = []
         for chat in self.encoder.encode_all(
             [([*messages, {"role": "assistant", "content": answer, "reasoning_content": ""}], None) for messages, answer in items]
         ):
             # Labels are inputs shifted by one: the last trained label stands at the position before its own token.
             end = max(position for position, trained in enumerate(chat.trained) if trained)
-            rows.append(chat.ids[:end][-self.max_len :])
+            rows.append(tuple(chat.ids[:end][-self.max_len :]))
         return rows
 
-    def _raw_scores(self, rows: Sequence[list[int]]) -> list[float]:
+    def _raw_scores(self, rows: Sequence[tuple[int, ...]]) -> list[float]:
         device = next(self.model.parameters()).device
         input_ids = torch.full((len(rows), max(map(len, rows))), self.pad_id)
         for place, row in enumerate(rows):

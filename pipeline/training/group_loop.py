@@ -1,23 +1,25 @@
 """The loop of grpo and agent: sample a group per prompt, compare within the group, update (arXiv:2402.03300)."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import compress, groupby
 
 import torch
 from torch import Tensor
 
 from pipeline.data.prompts import PromptTask
-from pipeline.maths.advantages import group_advantages
+from pipeline.maths.advantages import all_equal, group_advantages
 from pipeline.maths.policy import StepSize, group_policy_loss
 from pipeline.model.transformer import CausalLM
 from pipeline.params.schema import Agent, Group
 from pipeline.rewards.scoring import Scored
 from pipeline.rollout.records import Trajectory
 from pipeline.training.device import Device
+from pipeline.training.objectives import without_dropout
 from pipeline.training.rollouts import (
     Collected,
     MicroBatch,
+    Prompts,
     RolloutTask,
     advantage_metrics,
     collect,
@@ -25,6 +27,7 @@ from pipeline.training.rollouts import (
     group_metrics,
     micro_batches,
     micro_metrics,
+    off_reference,
     rollout_metrics,
     router_balance,
     sampled_logprobs,
@@ -33,7 +36,6 @@ from pipeline.training.rollouts import (
     train_rollouts,
     trained_rows,
     update_metrics,
-    without_dropout,
 )
 from pipeline.training.state import Recorder
 from pipeline.training.updater import seed_for
@@ -62,9 +64,10 @@ def group_step(task: RolloutTask, settings: Group, device: Device, step: int) ->
 def collect_groups(task: RolloutTask, settings: Group, device: Device, step: int) -> tuple[Collected, dict[str, float]]:
     """The groups that a step trains on, and what was sampled for them.
 
-    With dynamic sampling (arXiv:2503.14476, section 3.2) groups whose rewards are all equal give their places to groups of
-    other prompts, up to `max_rounds` times. `reward/*` and `rollout/*` describe the first sampling, whose prompts nobody chose,
-    so that they mean the same with and without it; `rollout/resample_*` says what it cost.
+    With dynamic sampling (arXiv:2503.14476, section 3.2) groups without signal give their places to groups of other prompts, up
+    to `max_rounds` times. No prompt is taken twice in a step: where a set has no others, fewer groups are trained. Where no
+    group has a signal, the first ones are kept for what KL and entropy teach. `reward/*` and `rollout/*` describe the first
+    sampling, whose prompts nobody chose, so that they mean the same with and without it; `rollout/resample_*` says what it cost.
     """
     epoch, index = divmod(step, task.prompts.batches_per_epoch)
     prompts = task.prompts.batch(epoch, index)
@@ -75,21 +78,33 @@ def collect_groups(task: RolloutTask, settings: Group, device: Device, step: int
     limit = settings.dynamic_sampling.max_rounds
     if not limit:
         return first, metrics
-    kept, sampled, rounds = with_signal(first, settings.group_size), len(prompts), 0
+    kept, taken, rounds = with_signal(first, settings), {prompt.row for prompt in prompts}, 0
     while (missing := len(prompts) - len(kept.tasks) // settings.group_size) and rounds < limit:
-        rounds += 1
         # epochs beyond the run's own: other prompts of the same set, drawn like all others
-        others = task.prompts.batch(epoch + rounds * settings.epochs, index)[:missing]
-        sampled += len(others)
-        kept = kept + with_signal(sample_groups(task, settings, device, others, step, sampling_round=rounds), settings.group_size)
+        others = other_prompts(task.prompts, epoch + (rounds + 1) * settings.epochs, index, taken, missing)
+        if not others:
+            break
+        rounds += 1
+        taken |= {prompt.row for prompt in others}
+        kept = kept + with_signal(sample_groups(task, settings, device, others, step, sampling_round=rounds), settings)
     metrics |= {
         "rollout/resample_rounds": float(rounds),
-        "rollout/resample_groups": float(sampled - len(prompts)),
-        "rollout/trained_groups": float(len(kept.tasks) // settings.group_size),
+        "rollout/resample_groups": float(len(taken) - len(prompts)),
         "time/rollout_s": kept.rollout_s,
         "time/scoring_s": kept.scoring_s,
     }
     return kept if kept.tasks else first, metrics
+
+
+def other_prompts(prompts: Prompts, epoch: int, index: int, taken: Collection[int], count: int) -> list[PromptTask]:
+    """Up to `count` prompts whose rows are not `taken`: an epoch's from batch `index` on, then those before it."""
+    others: list[PromptTask] = []
+    for offset in range(prompts.batches_per_epoch):
+        batch = prompts.batch(epoch, (index + offset) % prompts.batches_per_epoch)
+        others += [prompt for prompt in batch if prompt.row not in taken]
+        if len(others) >= count:
+            break
+    return others[:count]
 
 
 def sample_groups(
@@ -103,31 +118,43 @@ def sample_groups(
     collected = collect(repeated, keys, task.rollout, task.score, device.ranks)
     if settings.overlong.buffer:
         collected.scored = [
-            charged(scored, longest_turn(trajectory), settings)
-            for scored, trajectory in zip(collected.scored, collected.trajectories, strict=True)
+            charged(prompt, scored, longest_turn(trajectory), settings)
+            for prompt, scored, trajectory in zip(repeated, collected.scored, collected.trajectories, strict=True)
         ]
     return collected
 
 
-def with_signal(collected: Collected, group_size: int) -> Collected:
-    """The groups whose rewards differ; times are those of all."""
-    rewards = collected.rewards.view(-1, group_size)
-    differ = (rewards != rewards[:, :1]).any(dim=1).repeat_interleave(group_size).tolist()
+def rows_in_loss(trajectories: Sequence[Trajectory], settings: Group) -> list[int]:
+    """Rows with a token in the loss."""
+    allowed = [row for row, t in enumerate(trajectories) if settings.overlong.train_truncated or not t.truncated]
+    return trained_rows(trajectories, allowed)
+
+
+def with_signal(collected: Collected, settings: Group) -> Collected:
+    """The groups whose rewards differ and of which something is in the loss; times are those of all."""
+    in_loss = torch.zeros(len(collected.tasks), dtype=torch.bool)
+    in_loss[rows_in_loss(collected.trajectories, settings)] = True
+    groups = ~all_equal(collected.rewards.view(-1, settings.group_size)) & in_loss.view(-1, settings.group_size).any(dim=1)
+    chosen = groups.repeat_interleave(settings.group_size).tolist()
     return Collected(
-        list(compress(collected.tasks, differ)),
-        list(compress(collected.trajectories, differ)),
-        list(compress(collected.scored, differ)),
+        list(compress(collected.tasks, chosen)),
+        list(compress(collected.trajectories, chosen)),
+        list(compress(collected.scored, chosen)),
         collected.rollout_s,
         collected.scoring_s,
     )
 
 
-def charged(scored: Scored, length: int, settings: Group) -> Scored:
-    """With the soft penalty for coming close to the length limit as a term of its own (arXiv:2503.14476 eq. 13)."""
+def charged(prompt: PromptTask, scored: Scored, length: int, settings: Group) -> Scored:
+    """With the soft penalty for coming close to the length limit as a term of its own (arXiv:2503.14476 eq. 13).
+
+    A task is solved whatever it cost; without expected answers good means that the whole reward is positive.
+    """
     overlong = settings.overlong
     over = max(0, length - (settings.max_new_tokens - overlong.buffer)) / overlong.buffer
     penalty = -overlong.penalty * min(over, 1.0)
-    return Scored(scored.total + penalty, {**scored.terms, "overlong": penalty}, scored.good)
+    total = scored.total + penalty
+    return Scored(total, {**scored.terms, "overlong": penalty}, scored.good and (bool(prompt.gt) or total > 0))
 
 
 def longest_turn(trajectory: Trajectory) -> int:
@@ -141,20 +168,24 @@ def update_policy(
     """`updates_per_rollout` optimizer steps on one rollout.
 
     Without any difference in reward only KL and entropy are left to learn from; without those too, weights and moments stay
-    untouched.
+    untouched, and `rollout/trained_groups` is 0. A policy that is still the reference has no KL to learn from.
     """
     (updater,) = task.state.updaters.values()
     without_dropout(task.policy)
     trajectories = collected.trajectories
-    allowed = [row for row, t in enumerate(trajectories) if settings.overlong.train_truncated or not t.truncated]
-    rows = trained_rows(trajectories, allowed)
+    rows = rows_in_loss(trajectories, settings)
     batches = list(micro_batches(trajectories, rows, settings.micro_batch_size, device))
     signal = bool(advantages[rows].any())
     metrics = {"train/zero_signal_steps": count_zero_signal(task, signal), "train/lr": updater.lr_at(step)}
+    metrics["rollout/trained_groups"] = 0.0
     if not rows or not (signal or settings.kl_coef or settings.entropy_coef):
         return metrics
     with torch.no_grad():
         references = [sampled_logprobs(task.reference, batch, settings.temperature, device)[0] for batch in batches]
+    # what rounding leaves of a KL of 0, AdamW would turn into a full step
+    if not (signal or settings.entropy_coef or off_reference(task.policy, batches, references, settings.temperature, device)):
+        return metrics
+    metrics["rollout/trained_groups"] = float(len({row // settings.group_size for row in rows}))
     if settings.old_logprobs == "recomputed":
         metrics |= recompute_old_logprobs(task.policy, batches, settings, device)
     size = step_size(settings, [trajectories[row] for row in rows])

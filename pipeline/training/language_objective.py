@@ -13,6 +13,9 @@ class LanguageModelling:
     def __init__(self, model: CausalLM, device: Device) -> None:
         self.model, self.device = model, device
 
+    def training_mode(self) -> None:
+        self.model.train()
+
     def count(self, batch: Batch) -> int:
         return batch.num_trained
 

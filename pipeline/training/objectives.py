@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeline.data.labels import IGNORED_LABEL
+from pipeline.model.moe import MixtureOfExperts
 from pipeline.model.transformer import Backbone
 
 
@@ -30,8 +31,12 @@ class LossSum:
 
 
 class Objective(Protocol):
-    """A loss over micro-batches; `count` is known before the forward pass so that a window can be normalised as one."""
+    """A loss over micro-batches; `count` is known before the forward pass so that a window can be normalised as one.
 
+    `training_mode` is called before every optimizer step and decides whether its forward passes drop anything out.
+    """
+
+    def training_mode(self) -> None: ...
     def count(self, batch: Any) -> int: ...
     def tokens(self, batch: Any) -> int: ...
     def __call__(self, batch: Any) -> LossSum: ...
@@ -43,12 +48,20 @@ def sums_of(loss: Tensor, metrics: dict[str, Tensor]) -> dict[str, float]:
 
 
 def with_router_balance(part: LossSum, model: Backbone) -> LossSum:
-    """`part` with the balance loss of the model's last forward added once per counted term; only while experts are trained."""
-    if not (model.config.use_moe and model.training):
+    """`part` with the balance loss of the model's last forward added once per counted term; without one, as it is."""
+    if not model.model.router_stats:
         return part
     aux = model.router_aux_loss() * part.count
     sums = {"aux_loss": float(aux.detach()), "expert_load_max": float(model.expert_load_max())}
     return LossSum(part.loss + aux, part.count, part.sums | sums | {"loss": part.sums["loss"] + sums["aux_loss"]})
+
+
+def without_dropout(model: Backbone) -> None:
+    """Evaluation mode, in which the policy that is updated is the one that is compared; routers alone go on taking statistics."""
+    model.eval()
+    for module in model.modules():
+        if isinstance(module, MixtureOfExperts):
+            module.train()
 
 
 def real_positions(labels: Tensor) -> Tensor:

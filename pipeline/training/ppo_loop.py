@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline.maths.advantages import whiten
+from pipeline.maths.advantages import all_equal, whiten
 from pipeline.maths.metrics import combine
 from pipeline.maths.policy import ppo_policy_loss
 from pipeline.maths.value import explained_variance, gae, value_loss
@@ -16,6 +16,7 @@ from pipeline.model.packing import Packing, pack
 from pipeline.params.schema import Ppo
 from pipeline.rollout.records import Trajectory
 from pipeline.training.device import Device
+from pipeline.training.objectives import without_dropout
 from pipeline.training.rollouts import (
     Collected,
     MicroBatch,
@@ -25,6 +26,7 @@ from pipeline.training.rollouts import (
     count_zero_signal,
     micro_batches,
     micro_metrics,
+    off_reference,
     rollout_metrics,
     router_balance,
     sampled_logprobs,
@@ -32,7 +34,6 @@ from pipeline.training.rollouts import (
     train_rollouts,
     trained_rows,
     update_metrics,
-    without_dropout,
 )
 from pipeline.training.state import Recorder
 from pipeline.training.updater import Update, seed_for
@@ -58,6 +59,19 @@ class Experience:
     returns: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """What a step's rollout can teach the policy.
+
+    Attributes:
+        rewards: which completions are better, or with KL in the rewards which tokens.
+        kl: how to get back to the reference.
+    """
+
+    rewards: bool
+    kl: bool
+
+
 def train_ppo(task: PpoTask, settings: Ppo, device: Device, recorder: Recorder) -> dict[str, float]:
     """Trains to the end; the summary holds means over the last tenth of the steps."""
 
@@ -79,11 +93,11 @@ def ppo_step(task: PpoTask, settings: Ppo, device: Device, step: int) -> tuple[d
     collected = collect(prompts, keys, task.rollout, task.score, device.ranks)
     without_dropout(task.policy)
     without_dropout(task.critic)
-    experience = estimate(task, settings, device, collected)
+    experience, signal = estimate(task, settings, device, collected)
     updated = time.perf_counter()
     metrics = rollout_metrics(collected) | experience_metrics(experience)
-    metrics["train/zero_signal_steps"] = count_zero_signal(task, has_signal(collected, settings))
-    metrics |= update_both(task, settings, device, step, collected, experience)
+    metrics["train/zero_signal_steps"] = count_zero_signal(task, signal.rewards)
+    metrics |= update_both(task, settings, device, step, collected, experience, signal)
     metrics |= {"time/update_s": time.perf_counter() - updated}
     row_advantages = torch.zeros(len(prompts))
     for part in experience:
@@ -93,10 +107,10 @@ def ppo_step(task: PpoTask, settings: Ppo, device: Device, step: int) -> tuple[d
 
 
 @torch.no_grad()
-def estimate(task: PpoTask, settings: Ppo, device: Device, collected: Collected) -> list[Experience]:
+def estimate(task: PpoTask, settings: Ppo, device: Device, collected: Collected) -> tuple[list[Experience], Signal]:
     """Old values, reference logprobs, GAE, and advantages whitened over the whole step; of all ranks.
 
-    Where all completions earned the same, advantages are 0: whitening would blow the critic's noise up to unit variance.
+    Where rewards have no signal, advantages are 0: whitening would blow the critic's noise up to unit variance.
 
     A completion ends with a value of 0 after its last token. With `bootstrap_truncated` one that was cut goes on with what the
     critic expects there: its future exists, only the sampling stopped. With `kl_in_reward` every token pays
@@ -120,20 +134,29 @@ def estimate(task: PpoTask, settings: Ppo, device: Device, collected: Collected)
             bootstrap_values=values_after(task.critic, batch, trajectories, device) if settings.bootstrap_truncated else None,
         )
         experience.append(Experience(batch, reference, values, advantages, returns))
+    signal = find_signal(task, settings, device, collected, experience)
     experience = device.ranks.gather(experience)
     if experience:
         advantages = sampled_tokens(experience, "advantages")
-        whitened = whiten(advantages) if has_signal(collected, settings) else torch.zeros_like(advantages)
+        whitened = whiten(advantages) if signal.rewards else torch.zeros_like(advantages)
         lengths = [int(part.batch.loss_mask.sum()) for part in experience]
         for part, advantages in zip(experience, whitened.split(lengths), strict=True):
             part.advantages = torch.zeros_like(part.advantages).masked_scatter(part.batch.loss_mask, advantages)
-    return experience
+    return experience, signal
 
 
-def has_signal(collected: Collected, settings: Ppo) -> bool:
-    """Whether the step's rewards say which completions, or with KL in them which tokens, are better."""
-    kl_in_reward = settings.kl_in_reward and settings.kl_coef > 0
-    return kl_in_reward or bool((collected.rewards != collected.rewards[0]).any())
+def find_signal(task: PpoTask, settings: Ppo, device: Device, collected: Collected, experience: Sequence[Experience]) -> Signal:
+    """What there is to learn; for equal rewards the policy is compared with the reference once more.
+
+    Where it still is the reference, KL is rounding, which whitening or AdamW would turn into a full step.
+
+    Args:
+        experience: this rank's.
+    """
+    differ = not bool(all_equal(collected.rewards))
+    batches, references = [part.batch for part in experience], [part.ref_logprobs for part in experience]
+    kl = settings.kl_coef > 0 and (differ or off_reference(task.policy, batches, references, settings.temperature, device))
+    return Signal(differ or (kl and settings.kl_in_reward), kl)
 
 
 def values_after(critic: ValueModel, batch: MicroBatch, trajectories: Sequence[Trajectory], device: Device) -> Tensor:
@@ -178,20 +201,24 @@ def experience_metrics(experience: Sequence[Experience]) -> dict[str, float]:
 
 
 def update_both(
-    task: PpoTask, settings: Ppo, device: Device, step: int, collected: Collected, experience: Sequence[Experience]
+    task: PpoTask,
+    settings: Ppo,
+    device: Device,
+    step: int,
+    collected: Collected,
+    experience: Sequence[Experience],
+    signal: Signal,
 ) -> dict[str, float]:
     """Passes over random mini-batches; a mini-batch beyond `early_stop_kl` ends the step, leaving everything as it is.
 
-    The first `critic_warmup_steps` steps, and steps without signal and KL, move the critic alone.
+    The first `critic_warmup_steps` steps, and steps without any signal, move the critic alone.
 
     Metrics are means over the mini-batches that were applied, each weighing by its tokens (gradient norms: all alike). The KL
     of a mini-batch that ended the step stands apart, as `policy/approx_kl_at_stop`.
     """
     located = {int(row): (part, place) for part in experience for place, row in enumerate(part.batch.rows)}
     # advantages of an untrained critic are noise, and without any difference in reward there is nothing to learn from
-    with_policy = step >= settings.critic_warmup_steps and (
-        settings.kl_coef > 0 or settings.entropy_coef > 0 or has_signal(collected, settings)
-    )
+    with_policy = step >= settings.critic_warmup_steps and (signal.rewards or signal.kl or settings.entropy_coef > 0)
     stopped: dict[str, float] = {}
     first: list[dict[str, float]] = []
     applied: list[dict[str, float]] = []

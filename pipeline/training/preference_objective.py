@@ -15,17 +15,23 @@ from pipeline.maths.preference import dpo_loss
 from pipeline.model.transformer import CausalLM
 from pipeline.params.schema import Dpo
 from pipeline.training.device import Device
-from pipeline.training.objectives import LossSum, real_positions, sums_of, with_router_balance
+from pipeline.training.objectives import LossSum, real_positions, sums_of, with_router_balance, without_dropout
 
 Reference = Callable[[PairBatch], Tensor]
 """The frozen reference's answer logprobs of a batch, [2n], on the CPU or the device."""
 
 
 class DirectPreference:
-    """A loss of the DPO family on sequence logprobs against a frozen reference, plus the router's balance loss."""
+    """A loss of the DPO family on sequence logprobs against a frozen reference, plus the router's balance loss.
+
+    Without dropout, as trl by default: its noise, summed over an answer, would be read as distance from the reference.
+    """
 
     def __init__(self, model: CausalLM, reference: Reference, device: Device, settings: Dpo) -> None:
         self.model, self.reference, self.device, self.settings = model, reference, device, settings
+
+    def training_mode(self) -> None:
+        without_dropout(self.model)
 
     def count(self, batch: PairBatch) -> int:
         return batch.num_pairs

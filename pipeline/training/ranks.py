@@ -2,6 +2,8 @@
 
 A rank runs its rows forward and backward, with everything normalised over the whole step; gradients are summed, so that the
 step is that of one process with all rows. What looks at the whole step (advantages, whitening, metrics) is gathered first.
+Two things differ from one process: masks of dropout, which each rank draws for its own rows (pretrain, full_sft and lora alone
+drop anything out), and the balance of experts, which is a matter of what runs forward together.
 
 Torch is imported where several ranks need it: the record of every stage uses this module, that of stages without torch too.
 """

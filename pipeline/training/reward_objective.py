@@ -10,16 +10,22 @@ from pipeline.data.batches import PairBatch, PairBatches
 from pipeline.maths.preference import bradley_terry_loss
 from pipeline.model.heads import RewardModel
 from pipeline.training.device import Device
-from pipeline.training.objectives import LossSum, last_trained, real_positions, sums_of, with_router_balance
+from pipeline.training.objectives import LossSum, last_trained, real_positions, sums_of, with_router_balance, without_dropout
 
 Rows = list[dict[str, Any]]
 
 
 class RewardModelling:
-    """Bradley-Terry (arXiv:2203.02155, eq. 1) on the scores at each last trained token, plus the router's balance loss."""
+    """Bradley-Terry (arXiv:2203.02155, eq. 1) on the scores at each last trained token, plus the router's balance loss.
+
+    Without dropout, as trl by default: the difference of two scores is trained, not the noise in each.
+    """
 
     def __init__(self, model: RewardModel, device: Device) -> None:
         self.model, self.device = model, device
+
+    def training_mode(self) -> None:
+        without_dropout(self.model)
 
     def count(self, batch: PairBatch) -> int:
         return batch.num_pairs

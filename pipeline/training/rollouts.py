@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from pipeline.data.prompts import PromptTask
+from pipeline.maths.advantages import ROUNDING, all_equal
 from pipeline.maths.logprobs import token_logprobs
 from pipeline.maths.metrics import combine
-from pipeline.model.moe import MixtureOfExperts
 from pipeline.model.packing import Packing, pack
 from pipeline.model.transformer import Backbone, CausalLM
 from pipeline.params.schema import Sampling
@@ -183,14 +183,6 @@ def micro_batches(trajectories: Sequence[Trajectory], rows: Sequence[int], size:
         yield MicroBatch(torch.tensor(part), packing, *(tensor.to(device.device) for tensor in completion_tensors(chosen)))
 
 
-def without_dropout(model: Backbone) -> None:
-    """Evaluation mode, so that the policy that is updated is the one that sampled; routers alone go on taking statistics."""
-    model.eval()
-    for module in model.modules():
-        if isinstance(module, MixtureOfExperts):
-            module.train()
-
-
 def sampled_logprobs(
     model: CausalLM, batch: MicroBatch, temperature: float, device: Device, *, entropy_grad: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -207,6 +199,25 @@ def sampled_logprobs(
     )
     empty = logprobs.new_zeros(wanted.shape)
     return empty.masked_scatter(wanted, logprobs), empty.masked_scatter(wanted, entropy)
+
+
+@torch.no_grad()
+def off_reference(
+    policy: CausalLM, batches: Sequence[MicroBatch], references: Sequence[Tensor], temperature: float, device: Device
+) -> bool:
+    """Whether the policy has left the reference by more than rounding at any sampled token of the step, of all ranks.
+
+    It asks the policy anew: the sampler's logprobs differ from the trainer's by rounding, in bf16 by a lot. Equal weights in
+    equal batches give equal logprobs in every precision.
+
+    Args:
+        references: [B, L] per batch.
+    """
+    off = False
+    for batch, reference in zip(batches, references, strict=True):
+        logprobs, _ = sampled_logprobs(policy, batch, temperature, device)
+        off |= not bool(((logprobs - reference)[batch.loss_mask].abs() <= ROUNDING).all())
+    return any(device.ranks.gather([off]))
 
 
 def router_balance(share: float, *models: Backbone) -> tuple[Tensor, dict[str, float]]:
@@ -307,9 +318,8 @@ def group_metrics(collected: Collected, group_size: int) -> dict[str, float]:
     """Shares of groups without signal, all solved, none solved."""
     rewards = collected.rewards.view(-1, group_size)
     good = torch.tensor([scored.good for scored in collected.scored]).view(-1, group_size)
-    spread = rewards.amax(dim=1) - rewards.amin(dim=1)
     return {
-        "rollout/zero_std_frac": float((spread == 0).float().mean()),
+        "rollout/zero_std_frac": float(all_equal(rewards).float().mean()),
         "rollout/all_good_frac": float(good.all(dim=1).float().mean()),
         "rollout/all_bad_frac": float((~good.any(dim=1)).float().mean()),
     }

@@ -71,8 +71,7 @@ def train_supervised(task: SupervisedTask, settings: Supervised, device: Device,
         recorder.log_samples(step, task.panel())
 
     def one_step(step: int) -> dict[str, float]:
-        for module in state.modules.values():
-            module.train()
+        task.objective.training_mode()
         metrics = train_window(task, settings, device, step)
         if (step + 1) % settings.val_every == 0 or step + 1 == steps:
             validate_and_log(step + 1)
@@ -86,7 +85,8 @@ def train_supervised(task: SupervisedTask, settings: Supervised, device: Device,
 def train_window(task: SupervisedTask, settings: Supervised, device: Device, step: int) -> dict[str, float]:
     """One optimizer step: the mean over all terms of its whole window is both the gradient's and the logged loss.
 
-    Every rank knows the whole window and takes a part of the rows of each of its batches.
+    Every rank knows the whole window and takes a part of the rows of each of its batches. Dropout masks are a function of step
+    and rank: with dropout, several ranks draw other masks than one.
     """
     started, ranks = time.perf_counter(), device.ranks
     per_epoch = windows_per_epoch(settings, task.train)
