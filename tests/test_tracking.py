@@ -39,7 +39,9 @@ PARAMS: dict[str, Any] = {
 
 def _runtime(**changes: Any) -> Runtime:
     values = {"device": "cpu", "dtype": "auto", "threads": 1, "save_every_s": 1e9, "keep_saves": 2, "progress": "off"}
-    return Runtime(**{**values, "ranks": 1, "mlflow": False, "gradient_checkpointing": False, **changes})
+    return Runtime(
+        **{**values, "keep_every_steps": None, "ranks": 1, "mlflow": False, "gradient_checkpointing": False, **changes}
+    )
 
 
 def _open(root: Path, *, params: dict[str, Any] = PARAMS, **runtime: Any) -> Any:
