@@ -154,7 +154,8 @@ def _fault(folder: RunFolder, step: int) -> str | None:
     names = ("step", "crc32", *NO_RECORDS)
     try:
         commit = json.loads(folder.commit(step).read_text(encoding="utf-8"))
-        if not isinstance(commit, dict) or any(type(commit.get(name)) is not int for name in names):
+        numbers = [commit.get(name) for name in names] if isinstance(commit, dict) else [None]
+        if any(type(number) is not int or number < 0 for number in numbers):
             return f"{folder.commit(step).name} does not describe a save"
         if commit.get("recipe") != folder.recipe or commit["step"] != step:
             return "it belongs to another run or step"

@@ -185,9 +185,9 @@ def kill_at_random(twin: Twin, kills: int, seed: str) -> int:
 
 
 def kill_in_phases(twin: Twin, seed: str) -> int:
-    """A SIGKILL in every phase that the stage has, before or after one of its early calls; most hit a run that was killed before."""
+    """SIGKILLs in every phase that the stage has, before or after one of its first calls, most of them in a resumed process."""
     rng = random.Random(seed)
-    moments = [Moment(name, rng.randint(1, 1 + calls // 4), rng.random() < 0.5) for name, calls in twin.calls.items()]
+    moments = [Moment(name, rng.randint(1, 1 + calls // 8), rng.random() < 0.5) for name, calls in twin.calls.items()]
     rng.shuffle(moments)
     chains = [iter(moments[start : start + CHAIN]) for start in range(0, len(moments), CHAIN)]
     return sum(twin.chain(f"phases {number}", chain) for number, chain in enumerate(chains))
@@ -200,5 +200,5 @@ def test_any_number_of_kills_at_any_moment_changes_nothing(lineages: dict[bool, 
     twin = Twin(lineages[case.experts], case, folder / str(case))
     random_kills, chosen_kills = kill_at_random(twin, case.kills, str(case)), kill_in_phases(twin, str(case))
     print(f"{case}: {random_kills} kills at random, {chosen_kills} in phases; undisturbed {twin.seconds:.1f} s")
-    assert random_kills >= case.kills and chosen_kills >= len(twin.calls) // 2
+    assert random_kills >= case.kills and chosen_kills >= len(twin.calls) // 3
     shutil.rmtree(twin.folder)
