@@ -17,7 +17,6 @@ from pipeline.tracking.run_folder import RunFolder
 FLOAT_BYTES = 4
 ADAMW = 3  # a weight and its two moments
 COPIES_OF_OUTPUT = 2  # the checkpoint, and what DVC keeps of it in its cache
-RECORDS_BYTES = 16 << 20
 
 
 def check_space(
@@ -39,7 +38,7 @@ def check_space(
     needed: defaultdict[int, int] = defaultdict(int)
     free: dict[int, int] = {}
     for place, size in (
-        (folder.path, max(0, (keep_saves + 1) * state - there) + RECORDS_BYTES),
+        (folder.path, max(0, (keep_saves + 1) * state - there)),
         (root, COPIES_OF_OUTPUT * weights),
     ):
         device = os.stat(place).st_dev

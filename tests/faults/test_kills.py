@@ -153,7 +153,7 @@ class Twin:
             project.set_params({"runtime": {"keep_saves": rng.randint(1, 3), **rng.choice(SAVING)}})
             for output in outputs(project.root, self.case.stage):  # as DVC does
                 output.unlink(missing_ok=True)
-            trainer = start(project.root, self.case.stage, die=kill if isinstance(kill, Moment) else None)
+            trainer = start(project.root, self.case.stage, at=kill if isinstance(kill, Moment) else None)
             if isinstance(kill, float):
                 trainer.process.join(kill)
                 trainer.process.kill()

@@ -7,21 +7,23 @@ import importlib
 import json
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, wraps
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pandas  # noqa: F401  what stages import late, and what costs every process a second
+import psutil
 import pytest
 import torch._dynamo  # noqa: F401
 from lineage.project import ROOT, Project, copy_repository
@@ -51,6 +53,7 @@ class Moment(NamedTuple):
     function: str
     call: int
     after: bool = False
+    fault: Literal["die", "fill the disk", "take the memory", "pause"] = "die"
 
 
 @dataclass(frozen=True)
@@ -75,16 +78,18 @@ class Trainer:
         return self.log.read_text(encoding="utf-8")
 
 
-def start(root: Path, stage: str, *, die: Moment | None = None, count: Sequence[str] = ()) -> Trainer:
+def start(root: Path, stage: str, *, at: Moment | None = None, count: Sequence[str] = ()) -> Trainer:
     """Starts a stage of the project at `root`.
 
     Args:
         stage: as DVC calls it (`data@pretrain`).
-        die: when the process is to kill itself.
+        at: when a fault is to happen: the process kills itself, fills the project's disk with the file `filler`, may take no
+            more memory than it has, or makes the file `paused` and waits until that is gone.
         count: functions whose calls are counted in `calls.json`, if the process ends by itself.
     """
-    log = root / f"{stage}.log"
-    process = _server().Process(target=_main, args=(root, stage, log, die, count))
+    log = root.parent / f"{root.name}-{stage}.log"  # where a full disk of the project cannot cut it
+    log.write_text("")
+    process = _server().Process(target=_main, args=(root, stage, log, at, count))
     process.start()
     return Trainer(process, log)
 
@@ -101,8 +106,8 @@ def _server() -> ForkServerContext:
     return server
 
 
-def _main(root: Path, stage: str, log: Path, die: Moment | None, count: Sequence[str]) -> None:
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+def _main(root: Path, stage: str, log: Path, at: Moment | None, count: Sequence[str]) -> None:
+    output = os.open(log, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(output, stream)
     os.chdir(root)
@@ -110,8 +115,8 @@ def _main(root: Path, stage: str, log: Path, die: Moment | None, count: Sequence
         os.environ.pop(variable, None)
     name, _, item = stage.partition("@")
     calls = Counter[str]()
-    for function in {*count, *([die.function] if die else [])}:
-        _watch(function, calls, die if die and die.function == function else None)
+    for function in {*count, *([at.function] if at else [])}:
+        _watch(function, calls, at if at and at.function == function else None)
     try:
         if name == "code":
             write_code_hashes(root, root / "data/code")
@@ -122,8 +127,8 @@ def _main(root: Path, stage: str, log: Path, die: Moment | None, count: Sequence
             Path("calls.json").write_text(json.dumps(calls))
 
 
-def _watch(name: str, calls: Counter[str], die: Moment | None) -> None:
-    """Counts the calls of a function, and ends the process at the chosen one, without a word to anybody."""
+def _watch(name: str, calls: Counter[str], at: Moment | None) -> None:
+    """Counts the calls of a function, and has the fault happen at the chosen one, without a word to anybody."""
     module, _, path = name.partition(":")
     owner: Any = importlib.import_module(module)
     *parts, last = path.split(".")
@@ -134,15 +139,37 @@ def _watch(name: str, calls: Counter[str], die: Moment | None) -> None:
     @wraps(function)
     def watched(*args: Any, **options: Any) -> Any:
         calls[name] += 1
-        now = die is not None and calls[name] == die.call
-        if now and die is not None and not die.after:
-            os.kill(os.getpid(), signal.SIGKILL)
+        now = at if at is not None and calls[name] == at.call else None
+        if now and not now.after:
+            _happen(now)
         value = function(*args, **options)
-        if now:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if now and now.after:
+            _happen(now)
         return value
 
     setattr(owner, last, watched)
+
+
+def _happen(moment: Moment) -> None:
+    match moment.fault:
+        case "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "fill the disk":
+            fill_disk(Path.cwd())
+        case "take the memory":
+            taken = psutil.Process().memory_info().vms
+            resource.setrlimit(resource.RLIMIT_AS, (taken, resource.RLIM_INFINITY))
+        case "pause":
+            Path("paused").touch()
+            wait_for(lambda: not Path("paused").exists(), "the end of the pause")
+
+
+def fill_disk(folder: Path, *, leave: int = 0) -> None:
+    """Fills the disk with the file `filler` in `folder`, but for `leave` bytes."""
+    with (folder / "filler").open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(1 << 16))
+    os.truncate(folder / "filler", max(0, (folder / "filler").stat().st_size - leave))
 
 
 class Lineage:
@@ -173,8 +200,8 @@ class Lineage:
     def copy_for(self, stage: str, folder: Path, changes: dict[str, Any]) -> Project:
         """A project in which `stage` has not run, and all that it needs has."""
         self.bring_up(stage)
-        ignored = shutil.ignore_patterns(".git", ".runs", "*.log", f"{stage}.pth", "mlflow.db*")
-        shutil.copytree(self.project.root, folder, ignore=ignored)
+        ignored = shutil.ignore_patterns(".git", ".runs", f"{stage}.pth", "mlflow.db*")
+        shutil.copytree(self.project.root, folder, ignore=ignored, dirs_exist_ok=True)
         (folder / "checkpoints" / f"{stage}.json").unlink(missing_ok=True)
         project = Project(folder, folder.parent / "attempts.txt")
         project.set_params(changes)
