@@ -202,3 +202,12 @@ def test_any_number_of_kills_at_any_moment_changes_nothing(lineages: dict[bool, 
     print(f"{case}: {random_kills} kills at random, {chosen_kills} in phases; undisturbed {twin.seconds:.1f} s")
     assert random_kills >= case.kills and chosen_kills >= len(twin.calls) // 3
     shutil.rmtree(twin.folder)
+
+
+def test_a_few_kills_change_nothing(folder: Path) -> None:
+    """The part of all this that every change runs."""
+    small = {"model.dropout": 0.1, "pretrain": {"epochs": 2, "batch_size": 8, "accumulation_steps": 2, "val_every": 100}}
+    twin = Twin(Lineage(folder / "small", small), Case("pretrain", 3), folder / "few")
+    assert kill_at_random(twin, 3, "few") >= 3
+    moments = [Moment("os:replace", 2), Moment("pipeline.training.updater:Updater.update", 2, after=True)]
+    assert twin.chain("moments", iter(moments)) == 2

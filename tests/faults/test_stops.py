@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,8 @@ def test_a_signal_at_any_moment_saves_and_the_run_goes_on(project: Project, twin
         trainer = start(project.root, "pretrain")
         wait_until_it_holds(project.root, trainer)
         trainer.process.join(rng.uniform(0.0, 0.7))
-        trainer.signal(signum)
+        with suppress(ProcessLookupError):  # it has ended
+            trainer.signal(signum)
         if trainer.wait() == 0:
             break
         stopped += 1
@@ -174,7 +176,8 @@ def test_memory_that_runs_out_is_told_with_what_to_lower(project: Project, twin:
     assert line.startswith("pretrain: out of memory (") and line.endswith(": lower pretrain.batch_size (now 8) in params.yaml")
     assert recorded(project.root) == [5, 5]
     assert read_json(run_folder(project.root).exit)["reason"] == line.removeprefix("pretrain: ")
-    assert "(resumes at step 2)" in finish(project.root, twin)
+    step = run_folder(project.root).commits()[0]
+    assert step in (2, 3) and f"(resumes at step {step})" in finish(project.root, twin)
 
 
 def test_a_run_that_diverges_keeps_its_last_finite_save(project: Project) -> None:
@@ -192,8 +195,9 @@ def test_a_run_that_diverges_keeps_its_last_finite_save(project: Project) -> Non
 
 @pytest.mark.parametrize(("stage", "code"), [("data@pretrain", 3), ("tokenizer", 3), ("pretrain", 3)])
 def test_stages_with_and_without_a_run_leave_their_exit_code(project: Project, stage: str, code: int) -> None:
-    for path in ("data/world.yaml", "data/prepared/pretrain/train.parquet", "data/encoded/pretrain/train.arrow"):
-        (project.root / path).unlink()
+    (project.root / "data/world.yaml").unlink()
+    for path in ("data/prepared/pretrain", "data/encoded/pretrain"):
+        shutil.rmtree(project.root / path)
     trainer = start(project.root, stage)
     assert trainer.wait() == code, trainer.said()
     found = read_json(project.root / ".runs" / stage / "exit.json")
