@@ -81,6 +81,23 @@ def test_a_signal_lets_the_loop_save_and_sets_the_exit_code(tmp_path: Path, sign
     assert _said(tmp_path) == ["ready", "saved"]
 
 
+def test_no_reader_of_files_takes_a_stop_for_a_fault_of_its_own(tmp_path: Path) -> None:
+    """A library that wraps every exception, in the middle of which the signal arrives."""
+    code = """
+        import os, signal
+        from pipeline.errors import DataError
+        from pipeline.supervise import StopSignals, exit_on_error
+
+        with exit_on_error("toy"), StopSignals():
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+            except Exception as error:
+                raise DataError(f"a.json: not readable: {error}") from error
+    """
+    with _process(tmp_path, code) as process:
+        assert process.wait(20) == 143
+
+
 def test_before_the_loop_there_is_nothing_to_save(tmp_path: Path) -> None:
     with _process(tmp_path, _loop(deferred=False, step_s=60)) as process:
         _wait(lambda: "ready" in _said(tmp_path))

@@ -19,8 +19,11 @@ GRACE_S = 25.0
 _PR_SET_PDEATHSIG = 1
 
 
-class Stopped(Exception):
-    """The process was asked to stop; `signum` says by which signal. The exit code is 128 + signum."""
+class Stopped(BaseException):
+    """The process was asked to stop; `signum` says by which signal. The exit code is 128 + signum.
+
+    It can come up in any line, so it is none of the exceptions that a library or a reader of files takes for its own failure.
+    """
 
     def __init__(self, signum: int, detail: str = "") -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}{detail}")
