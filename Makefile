@@ -6,7 +6,7 @@ INTEROP := .venv/.interop
 
 export PATH := $(BIN):$(PATH)
 
-.PHONY: setup repro test check interop flows ui
+.PHONY: setup repro test check faults interop flows ui
 
 repro: $(INSTALLED)  ## bring every stage up to date
 	$(BIN)/dvc repro
@@ -18,6 +18,9 @@ check: $(INSTALLED)  ## layout, lint, types
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
 	$(BIN)/mypy
+
+faults: $(INSTALLED)  ## kills, full disks, dead servers: half an hour
+	$(BIN)/python -m pytest -m faults
 
 interop: $(INTEROP)  ## the losses against trl, the adapters against peft
 	$(BIN)/python -m pytest tests/test_oracles.py tests/test_lora.py

@@ -18,8 +18,8 @@ from prefect.tasks import exponential_backoff
 from pipeline.lineage.execute import Outcome, bring_up
 from pipeline.lineage.plan import Planned, Verdict, read_plan
 
-FINAL_CODES = {2, 3, 4}
-"""Exit codes of configuration, data and numerics: another attempt would end the same way."""
+FINAL_CODES = {2, 3, 4, 7}
+"""Exit codes of configuration, data, numerics and a full disk: another attempt would end the same way."""
 LOG_EVERY_S = 2.0
 
 

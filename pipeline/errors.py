@@ -42,3 +42,9 @@ class HeldError(PipelineError):
     """Another live process trains the same outputs."""
 
     exit_code = 6
+
+
+class DiskSpaceError(PipelineError):
+    """The disk has no room for what a stage writes."""
+
+    exit_code = 7

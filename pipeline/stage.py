@@ -15,19 +15,21 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
 import pipeline
-from pipeline.digests import digest, digests
+from pipeline.digests import digests
+from pipeline.lineage.declaration import is_recorded
 from pipeline.params.schema import Runtime
 from pipeline.supervise import Stopped, StopSignals, exit_on_error, explain, hold, lasting_stderr
 from pipeline.tracking.console import ProgressBar
 from pipeline.tracking.description import run_name, run_tags
 from pipeline.tracking.recorder import JsonLines, Recorder, now_s
 from pipeline.tracking.run_folder import RunFolder, open_run_folder, read_json, run_key, write_json
-from pipeline.tracking.saves import discard, newest_save, read_save, write_save
+from pipeline.tracking.saves import NO_RECORDS, newest_save, prune_finished, read_save, write_save
+from pipeline.tracking.space import check_space
 from pipeline.tracking.store import tracking_uri
 from pipeline.training.ranks import ALONE, Ranks, launched_ranks
 
@@ -55,7 +57,7 @@ class StageRun:
         self._runtime = runtime
         self._stop = stop
         self._ranks = ranks
-        save = newest_save(folder) or {"step": 0, "metrics_bytes": 0, "samples_bytes": 0}
+        save = newest_save(folder) or {"step": 0, **NO_RECORDS}
         self.resumed_step: int = save["step"]
         self._has_save = "crc32" in save
         self._recorder = Recorder(
@@ -80,14 +82,23 @@ class StageRun:
         """The state of the newest intact save, or None for a fresh run. Records after that step are gone already."""
         return self._ranks.first(read_save(self.folder, self.resumed_step) if self._has_save else None)
 
-    def should_save(self) -> bool:
-        """Whether `runtime.save_every_s` seconds have passed since the last save (or the start)."""
-        return time.monotonic() - self._saved_at >= self._runtime.save_every_s
+    def should_save(self, step: int) -> bool:
+        """Whether `runtime.save_every_s` seconds have passed since the last save (or the start), or the save of `step` stays."""
+        return self._stays(step) or time.monotonic() - self._saved_at >= self._runtime.save_every_s
 
-    def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Writes a resumable state (tensors, plain values, containers) durably, with the records up to now."""
-        write_save(self.folder, step, state, self._recorder.sync(), self._runtime.keep_saves)
+    def _stays(self, step: int) -> bool:
+        return self._runtime.keep_every_steps is not None and step % self._runtime.keep_every_steps == 0
+
+    def save(self, step: int, state: Mapping[str, Any]) -> bool:
+        """Writes a resumable state (tensors, plain values, containers) durably, with the records up to now.
+
+        Returns:
+            Whether it was written: one that is not finite is not.
+        """
+        records, keep = self._recorder.sync(), self._runtime.keep_saves
+        saved = write_save(self.folder, step, state, records, keep=keep, stays=self._stays(step))
         self._saved_at = time.monotonic()
+        return saved
 
     def checkpoint(self, step: int, make_state: Callable[[], Mapping[str, Any]]) -> None:
         """To be called after every optimizer step and its `log`: saves when it is time, and stops, with all ranks, when asked to.
@@ -98,9 +109,9 @@ class StageRun:
         self._stop.deferred = True
         signum = self._ranks.first(self._stop.requested)
         if signum is not None:
-            self.save(step, make_state())
-            raise Stopped(signum, f" after step {step}, saved; the same command resumes")
-        if self.should_save():
+            saved = "saved" if self.save(step, make_state()) else "not saved"
+            raise Stopped(signum, f" after step {step}, {saved}; the same command resumes")
+        if self.should_save(step):
             self.save(step, make_state())
 
     def progress(self, total: int) -> ProgressBar:
@@ -171,11 +182,19 @@ def stage_process(stage: str, *, root: Path | None = None, memory_hint: str = "u
         root: the repository; the current directory when left out.
         memory_hint: what to lower when memory runs out.
 
+    Its code and reason are left in `.runs/<stage>/exit.json`, unless another process had the lock.
+
     Raises:
         SystemExit: instead of every exception of the block; the codes are in `pipeline.supervise`.
     """
-    lock = (root or Path.cwd()) / ".runs" / stage / "lock"
-    with lasting_stderr(), exit_on_error(stage, memory_hint), StopSignals() as stop, hold(lock, wait=False):
+    folder = (root or Path.cwd()) / ".runs" / stage
+    with (
+        lasting_stderr(),
+        exit_on_error(stage, memory_hint),
+        StopSignals() as stop,
+        hold(folder / "lock", wait=False),
+        _recorded_exit(folder / "exit.json", stop, memory_hint),
+    ):
         yield stop
 
 
@@ -192,7 +211,8 @@ def stage_run(
     """Opens the run of a stage: the newest unfinished one of the same recipe, or a new one.
 
     The recipe is the stage's params, the digests of its inputs and `data/code/<stage>.json` where that exists. When the
-    block ends without an exception the run is finished, and the next one starts at step 0.
+    block ends without an exception the run is finished. Once its results are in dvc.lock, the next one starts at step 0;
+    before that it goes on from the last save of the finished one, because DVC has lost what that made.
 
     Args:
         stage: name of the stage; one process at a time may run it.
@@ -215,36 +235,56 @@ def stage_run(
             yield Follower(stage, root, launched, stop)
         return
     with stage_process(stage, root=root, memory_hint=memory_hint) as stop, ExitStack() as stack:
+        _remove_leftovers(root, stage)
         known = digests(root, inputs)
-        code_file = root / "data" / "code" / f"{stage}.json"
-        key = run_key(stage, params, known, digest(code_file) if code_file.exists() else None)
-        folder = open_run_folder(root / ".runs", stage, key)
+        code_file = f"data/code/{stage}.json"
+        code = digests(root, [code_file]) if (root / code_file).exists() else {}
+        key = run_key(stage, params, known, code.get(code_file))
+        recorded = is_recorded(stage, params, known | code, root / "dvc.lock")
+        folder = open_run_folder(root / ".runs", stage, key, recorded=recorded)
         stack.enter_context(hold(folder.lock, wait=True))
         folder.exit.unlink(missing_ok=True)
         wanted = runtime.ranks if ranked and launched.size == 1 else 1
-        with _recorded_exit(folder, stop), _followers(wanted):
+        with _recorded_exit(folder.exit, stop, memory_hint), _followers(wanted):
+            check_space(stage, folder, root, params, inputs, runtime.keep_saves)
             run = StageRun(stage, root, folder, runtime, stop, launched_ranks() if ranked else ALONE)
             stack.callback(run.close)
             _describe(run, key, params, known)
             if runtime.mlflow:
                 _start_feeder(run)
             yield run
-        for step in folder.commits():
-            discard(folder, step)
+        prune_finished(root / ".runs" / stage, folder)
+
+
+def _remove_leftovers(root: Path, stage: str) -> None:
+    """Removes what a process that was killed while it wrote outputs or a cache has left of them; nobody else writes there now."""
+    for leftover in [*(root / "checkpoints").glob(f".{stage}.*"), *(root / ".runs" / stage).glob("*/.*")]:
+        leftover.unlink(missing_ok=True)
 
 
 @contextmanager
-def _recorded_exit(folder: RunFolder, stop: StopSignals) -> Iterator[None]:
-    def record(code: int, reason: str) -> None:
-        write_json(folder.exit, {"code": code, "reason": reason, "time_s": now_s()})
+def _recorded_exit(path: Path, stop: StopSignals, memory_hint: str) -> Iterator[None]:
+    """Leaves code, reason and time of the block's end in the file at `path`; also of an end at once."""
+    further = stop.on_abort
 
-    stop.on_abort = record
+    def record(code: int, reason: str) -> None:
+        write_json(path, {"code": code, "reason": reason, "time_s": now_s()})
+
+    def abort(code: int, reason: str) -> None:
+        record(code, reason)
+        if further is not None:
+            further(code, reason)
+
+    stop.on_abort = abort
     try:
         yield
     except BaseException as error:  # recorded, and raised again
-        code, lines = explain(error)
-        record(code, lines[-1])
+        code, lines = explain(error, memory_hint)
+        with suppress(OSError):  # on a full disk, say: what has happened counts
+            record(code, lines[-1])
         raise
+    finally:
+        stop.on_abort = further
     stop.deferred = True
     record(0, "finished")
 

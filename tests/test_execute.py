@@ -92,6 +92,34 @@ def test_a_fault_keeps_its_exit_code_and_its_line(project: Path) -> None:
     assert Running(project, "faulty").end() == Outcome(3, "faulty: row 3: no such role")
 
 
+def test_what_the_stage_recorded_is_its_outcome_and_an_older_record_is_not(project: Path) -> None:
+    """The output may say anything: DVC hides the code, and a library may print last."""
+    (project / "dvc.yaml").write_text(f"stages:\n  noisy:\n    cmd: exec {sys.executable} noisy.py\n    outs: [noisy.out]\n")
+    (project / "noisy.py").write_text(
+        "from pipeline.errors import NumericsError\n"
+        "from pipeline.stage import stage_process\n"
+        "import atexit, sys\n"
+        "atexit.register(lambda: [print(f'noisy: {n}', file=sys.stderr) for n in range(40)])\n"
+        "with stage_process('noisy'):\n"
+        "    raise NumericsError('not finite')\n"
+    )
+    assert Running(project, "noisy").end() == Outcome(4, "not finite")
+    old = (project / ".runs/noisy/exit.json").read_text()
+    (project / "noisy.py").write_text("import sys; sys.exit('noisy: nothing recorded')\n")
+    assert "not finite" in old and Running(project, "noisy").end() == Outcome(1, "noisy: nothing recorded")
+
+
+def test_a_mistake_in_params_has_its_line(project: Path) -> None:
+    (project / "dvc.yaml").write_text(f"stages:\n  early:\n    cmd: exec {sys.executable} early.py\n    outs: [early.out]\n")
+    (project / "early.py").write_text(
+        "from pipeline.errors import ParamsError\n"
+        "from pipeline.supervise import exit_on_error\n"
+        "with exit_on_error('params'):\n"
+        "    raise ParamsError('params.yaml: lr=0: must be > 0')\n"
+    )
+    assert Running(project, "early").end() == Outcome(2, "params: params.yaml: lr=0: must be > 0")
+
+
 def test_a_killed_trainer_leaves_no_code(project: Path) -> None:
     running = Running(project, "slow")
     running.trainer().kill()

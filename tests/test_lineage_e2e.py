@@ -30,7 +30,14 @@ TRAINING = ("pretrain", "full_sft", "lora", "dpo", "reward", "ppo", "grpo", "age
 TRACKED = ("tokenizer", *TRAINING, "eval")
 STAGES = {"code", *TRACKED, *(f"data@{name}" for name in SETS), *(f"encode@{name}" for name in ENCODED)}
 METRICS = {"bits_per_byte", "stops_frac", "qa_exact", "preference_accuracy", "reward_mean", "tool_success", "tool_valid_frac"}
-EXECUTION = ("pipeline", "stages", "params.yaml", "dvc.yaml", ".runs")  # covered by code hashes, by `params:`, or no input
+EXECUTION = (
+    "pipeline",
+    "stages",
+    "params.yaml",
+    "dvc.yaml",
+    "dvc.lock",
+    ".runs",
+)  # covered by code hashes, by `params:`, or no input
 PATIENCE_S = 120.0
 
 

@@ -21,6 +21,7 @@ from pipeline.supervise.ancestry import POLL_S, VARIABLE, Ancestor, handed_down,
 
 ROOT = Path(__file__).parents[1]
 
+NO_SPACE = "no space left; free some (`python -m pipeline gc` helps) and run the same command: it resumes at the last save"
 # Answers a stop request like a training loop; every progress is a line in the file `said`.
 LOOP = """
     import time
@@ -78,6 +79,23 @@ def test_a_signal_lets_the_loop_save_and_sets_the_exit_code(tmp_path: Path, sign
         assert process.stderr is not None
         assert process.stderr.read() == f"toy: stopped by {signal.Signals(signum).name}\n"
     assert _said(tmp_path) == ["ready", "saved"]
+
+
+def test_no_reader_of_files_takes_a_stop_for_a_fault_of_its_own(tmp_path: Path) -> None:
+    """A library that wraps every exception, in the middle of which the signal arrives."""
+    code = """
+        import os, signal
+        from pipeline.errors import DataError
+        from pipeline.supervise import StopSignals, exit_on_error
+
+        with exit_on_error("toy"), StopSignals():
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+            except Exception as error:
+                raise DataError(f"a.json: not readable: {error}") from error
+    """
+    with _process(tmp_path, code) as process:
+        assert process.wait(20) == 143
 
 
 def test_before_the_loop_there_is_nothing_to_save(tmp_path: Path) -> None:
@@ -203,7 +221,8 @@ def test_a_lock_names_its_holder_and_dies_with_it(tmp_path: Path) -> None:
         (HeldError("held"), 6, "held"),
         (Stopped(signal.SIGTERM, " after step 3"), 143, "stopped by SIGTERM after step 3"),
         (KeyboardInterrupt(), 130, "interrupted"),
-        (OSError(errno.ENOSPC, "No space left on device", "f.pt"), 1, None),
+        (OSError(errno.ENOSPC, "No space left on device", "f.pt"), 7, f"f.pt: {NO_SPACE}"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), 7, f"the disk: {NO_SPACE}"),
         (OSError(errno.EACCES, "Permission denied", "f.pt"), 1, None),
         (SystemExit(7), 7, None),
     ],
@@ -212,6 +231,15 @@ def test_errors_have_exit_codes_and_readable_lines(error: BaseException, code: i
     found, lines = explain(error, "lower x")
     assert found == code
     assert line is None or "\n".join(lines) == line
+
+
+def test_a_full_disk_is_recognised_behind_what_torch_makes_of_it() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device", "state.pt.tmp")
+        except OSError:
+            raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")  # noqa: B904
+    assert explain(caught.value) == (7, [f"state.pt.tmp: {NO_SPACE}"])
 
 
 def test_a_real_allocation_failure_is_recognised() -> None:

@@ -39,7 +39,9 @@ PARAMS: dict[str, Any] = {
 
 def _runtime(**changes: Any) -> Runtime:
     values = {"device": "cpu", "dtype": "auto", "threads": 1, "save_every_s": 1e9, "keep_saves": 2, "progress": "off"}
-    return Runtime(**{**values, "ranks": 1, "mlflow": False, "gradient_checkpointing": False, **changes})
+    return Runtime(
+        **{**values, "keep_every_steps": None, "ranks": 1, "mlflow": False, "gradient_checkpointing": False, **changes}
+    )
 
 
 def _open(root: Path, *, params: dict[str, Any] = PARAMS, **runtime: Any) -> Any:
@@ -99,13 +101,40 @@ def test_a_finished_run_is_closed_and_an_unfinished_one_goes_on(repository: Path
     first = run.folder
     assert first.path.name == "1" and read_json(first.exit)["code"] == 1
     assert read_json(first.exit)["reason"] == "RuntimeError: grpo breaks"
-    with _open(repository) as run:
-        assert run.folder == first and run.resumed_step == 3 and run.load() == {"x": 1}
-        assert not first.exit.exists()
-    assert read_json(first.exit)["code"] == 0
-    assert not list(first.path.glob("state-*"))  # a closed run needs no states
+    for _ in range(2):  # the second time because DVC does not know the results yet: they can be made again from the last save
+        with _open(repository) as run:
+            assert run.folder == first and run.resumed_step == 3 and run.load() == {"x": 1}
+            assert not first.exit.exists()
+        assert read_json(first.exit)["code"] == 0
+    _record_in_dvc(repository)
     with _open(repository) as run:
         assert run.folder.path.name == "2" and run.load() is None
+    assert not first.commits() and not run.folder.commits()
+
+
+def _record_in_dvc(root: Path, params: dict[str, Any] = PARAMS) -> None:
+    """What DVC writes after a stage has ended well."""
+    deps = [{"path": "parent.pth", "hash": "md5", "md5": digest(root / "parent.pth"), "size": 7}]
+    leaves = {"grpo": params["grpo"], "rewards.length": params["rewards"]["length"]}
+    entry = {"cmd": "exec python", "deps": deps, "params": {"params.yaml": leaves}, "outs": []}
+    (root / "dvc.lock").write_text(json.dumps({"schema": "2.0", "stages": {"grpo": entry}}))
+
+
+def test_a_finished_run_is_gone_on_with_until_dvc_has_its_results(repository: Path) -> None:
+    def finish(**options: Any) -> tuple[str, int]:
+        with _open(repository, **options) as run:
+            run.log(run.resumed_step + 1, {"x": 1.0})
+            run.save(run.resumed_step + 1, {"x": 1})
+        return run.folder.path.name, run.folder.commits()[0]
+
+    assert finish() == ("1", 1) and finish() == ("1", 2)
+    _record_in_dvc(repository, PARAMS | {"grpo": PARAMS["grpo"] | {"lr": 2e-4}})  # the results of another recipe
+    assert finish() == ("1", 3)
+    _record_in_dvc(repository)
+    assert finish() == ("2", 1)
+    assert not list(_folder(repository).path.glob("state-*"))  # one finished run of a stage at most has a save
+    (repository / "parent.pth").write_bytes(b"Weights")
+    assert finish()[0] == "1"  # of a recipe of its own
 
 
 def test_a_second_process_is_refused_with_the_live_pid(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,8 +261,9 @@ def test_a_damaged_save_is_skipped(repository: Path, capsys: pytest.CaptureFixtu
         assert state is not None and state["step"] == 2 and torch.equal(state["w"], torch.arange(1000))
         assert [line["step"] for line in _strict_lines(folder.metrics)] == [1, 2]
         _interrupt(run)
-    warned = "state-00000004.pt: damaged, skipped" in capsys.readouterr().err
-    assert warned == (damage != "no commit")
+    said = capsys.readouterr().err
+    assert said.count("state-00000004.pt: skipped, ") == (damage != "no commit")
+    assert said.count("; going back to state-00000002.pt\n") == (damage != "no commit")
 
 
 @pytest.mark.parametrize("name", ["metrics", "samples"])
@@ -281,7 +311,7 @@ def test_a_save_whose_records_are_damaged_is_skipped_before_training(
     if step is None:
         assert ended.value.code == 1 and len(lines) == 1 and f"{path}: is a folder" in lines[0]
     else:
-        assert ended.value.code == 0 and "state-00000004.pt: damaged, skipped" in lines[0]
+        assert ended.value.code == 0 and "state-00000004.pt: skipped, " in lines[0] and path.name in lines[0]
         assert (repository / "x.csv").read_text() == "step,x\n" + "".join(f"{n},{n}\n" for n in range(1, 6))
 
 
@@ -311,6 +341,7 @@ def test_stray_files_beside_the_runs_are_passed_over(repository: Path) -> None:
         (recipe / stray).touch()
     with _open(repository) as run:
         assert run.folder == first and run.resumed_step == 4
+    _record_in_dvc(repository)
     assert _run_path(repository).name == "8"
     assert _run_path(repository).name == "9"
 
@@ -397,7 +428,7 @@ def test_a_full_disk_keeps_the_save_before(
         run.save(1, {"step": 1})
         monkeypatch.setattr(torch, "save", full)
         run.save(2, {"step": 2})
-    assert ended.value.code == 1 and "no space left" in capsys.readouterr().err
+    assert ended.value.code == read_json(run.folder.exit)["code"] == 7 and "no space left" in capsys.readouterr().err
     assert not list(run.folder.path.glob("*.tmp"))
     with _open(repository) as run:
         assert run.load() == {"step": 1}

@@ -45,6 +45,18 @@ def declaration(stage: str, params: Params, item: str | None = None, *, dvc_file
     return Declaration([dep for dep in deps if not dep.startswith("data/code/")], chosen)
 
 
+def is_recorded(stage: str, params: Mapping[str, Any], digests: Mapping[str, str], lock_file: Path = Path("dvc.lock")) -> bool:
+    """Whether dvc.lock holds results that `stage` made with these params and input digests."""
+    if not lock_file.exists():
+        return False
+    entry = (read_yaml(lock_file) or {}).get("stages", {}).get(stage, {})
+    known = {dep["path"]: dep["md5"] for dep in entry.get("deps", [])}
+    recorded: dict[str, Any] = {}
+    for key, value in entry.get("params", {}).get("params.yaml", {}).items():
+        _insert(recorded, key.split("."), value)
+    return recorded == params and known.items() >= digests.items()
+
+
 def _resolved(text: str, names: Mapping[str, Any]) -> str:
     return _REFERENCE.sub(lambda match: str(_at(names, match[1].split("."))), text)
 

@@ -96,16 +96,22 @@ def _attempt(
 
 
 def _failure(root: Path, stage: str, started_s: float, dvc_code: int, tail: list[str]) -> Outcome:
-    """What the run recorded; else what DVC says of its child; else that all were killed."""
-    for path in sorted((root / ".runs" / stage).glob("*/*/exit.json"), key=lambda path: path.stat().st_mtime, reverse=True):
-        recorded = read_json(path)
-        if recorded.get("time_s", 0.0) >= started_s and recorded.get("code"):
-            return Outcome(recorded["code"], recorded["reason"])
+    """What the stage recorded; else what DVC says of its child; else that all were killed.
+
+    Nothing is recorded before the stage's lock is held: when params.yaml is wrong, or another process holds it.
+    """
+    recorded = read_json(root / ".runs" / stage / "exit.json")
+    if recorded.get("time_s", 0.0) >= started_s and recorded.get("code"):
+        return Outcome(recorded["code"], recorded["reason"])
     exited = [int(match[1]) for line in tail if (match := _EXITED.search(line))]
     code = exited[-1] if exited else dvc_code
     if code < 0:
         return Outcome(None, f"killed by {signal.Signals(-code).name}")
-    own = [line for line in tail if line.startswith(f"{stage}: ")] or [line for line in tail if line.startswith("ERROR")] or tail
+    own = (
+        [line for line in tail if line.startswith((f"{stage}: ", "params: "))]
+        or [line for line in tail if line.startswith("ERROR")]
+        or tail
+    )
     return Outcome(code, own[-1] if own else f"dvc ended with exit code {code}")
 
 

@@ -322,7 +322,8 @@ class Runtime(Section):
     threads: Count
     ranks: Positive  # data-parallel processes of a stage that trains
     save_every_s: PositiveFloat
-    keep_saves: Positive
+    keep_saves: Positive  # the newest, of an unfinished run
+    keep_every_steps: Positive | None  # saves at multiples of it stay, also when the run has finished
     progress: Literal["auto", "on", "off"]
     mlflow: bool
     gradient_checkpointing: bool

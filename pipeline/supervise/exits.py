@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
 from typing import Any, TextIO, cast
 
-from pipeline.errors import OutOfMemoryError, PipelineError
+from pipeline.errors import DiskSpaceError, OutOfMemoryError, PipelineError
 from pipeline.supervise.signals import Stopped
 
 
@@ -23,13 +23,23 @@ def explain(error: BaseException, memory_hint: str = "use a smaller batch") -> t
             return 128 + signal.SIGINT, ["interrupted"]
         case SystemExit():
             return (error.code if isinstance(error.code, int) else int(error.code is not None)), [f"exit {error.code}"]
-        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
-            place = error.filename or "disk"
-            return 1, [f"{place}: no space left; free some and run the same command: it resumes at the last save"]
+    if (full := _full_disk(error)) is not None:
+        place = full.filename or "the disk"
+        advice = "free some (`python -m pipeline gc` helps) and run the same command: it resumes at the last save"
+        return DiskSpaceError.exit_code, [f"{place}: no space left; {advice}"]
     if _is_out_of_memory(error):
         said = (str(error).splitlines() or ["host memory"])[0]
         return OutOfMemoryError.exit_code, [f"out of memory ({said[:200]}): {memory_hint}"]
     return 1, "".join(traceback.format_exception(error)).splitlines()
+
+
+def _full_disk(error: BaseException | None) -> OSError | None:
+    """The error that says so, which `torch.save` hides behind one of its own."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -22,7 +22,8 @@ _PR_SET_PDEATHSIG = 1
 class Stopped(KeyboardInterrupt):
     """The process was asked to stop; `signum` says by which signal. The exit code is 128 + signum.
 
-    A signal handler raises it amid whatever runs, a user's tool included, so it is none of the exceptions that code catches.
+    A signal handler raises it amid whatever runs, a library, a reader of files or a user's tool included, so it is none of the
+    exceptions that these take for a failure of their own.
     """
 
     def __init__(self, signum: int, detail: str = "") -> None:

@@ -4,14 +4,34 @@ import json
 import math
 import os
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from pipeline.tracking.run_folder import named
 
 
 def now_s() -> float:
     """Unix time in seconds, to the millisecond: what MLflow stores."""
     return round(time.time(), 3)
+
+
+def checksum(path: Path, size: int | None = None) -> int:
+    """CRC-32 of a file, or of its first `size` bytes.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is shorter.
+    """
+    crc32, left = 0, path.stat().st_size if size is None else size
+    with path.open("rb") as file:
+        while left > 0:
+            chunk = file.read(min(left, 1 << 20))
+            if not chunk:
+                raise ValueError(f"{path.name} ends {left} bytes too early")
+            crc32, left = zlib.crc32(chunk, crc32), left - len(chunk)
+    return crc32
 
 
 class JsonLines:
@@ -20,11 +40,16 @@ class JsonLines:
     Args:
         path: the file; made when absent.
         size: bytes to keep of what is there, at most all (a longer one would append NULs); `newest_save` sees to it.
+
+    Attributes:
+        crc32: of all bytes of the file.
     """
 
     def __init__(self, path: Path, size: int) -> None:
+        self._path = path
         self._file = path.open("ab", buffering=0)
         self._file.truncate(size)
+        self.crc32 = checksum(path, size)
 
     def append(self, values: Sequence[Mapping[str, Any]]) -> None:
         """Writes one line per value with one system call; infinities and NaN become null."""
@@ -34,12 +59,15 @@ class JsonLines:
 
     def _write(self, data: bytes) -> None:
         view = memoryview(data)
-        while view:
-            view = view[self._file.write(view) :]
+        with named(self._path):
+            while view:
+                view = view[self._file.write(view) :]
+        self.crc32 = zlib.crc32(data, self.crc32)
 
     def sync(self) -> int:
         """Makes all lines durable; the file's size in bytes."""
-        os.fsync(self._file.fileno())
+        with named(self._path):
+            os.fsync(self._file.fileno())
         return self._file.seek(0, os.SEEK_END)
 
     def close(self) -> None:
@@ -73,8 +101,13 @@ class Recorder:
         self._samples.append([{"step": step, **row} for row in rows])
 
     def sync(self) -> dict[str, int]:
-        """Makes everything logged so far durable; the sizes of both files in bytes."""
-        return {"metrics_bytes": self._metrics.sync(), "samples_bytes": self._samples.sync()}
+        """Makes everything logged so far durable; the sizes of both files in bytes, and their checksums."""
+        return {
+            "metrics_bytes": self._metrics.sync(),
+            "metrics_crc32": self._metrics.crc32,
+            "samples_bytes": self._samples.sync(),
+            "samples_crc32": self._samples.crc32,
+        }
 
     def close(self) -> None:
         self._metrics.close()

@@ -6,7 +6,7 @@ Processes talk through these files alone:
 | --- | --- | --- |
 | run.json | trainer, at each start | who this run is: name, params, tags, attempt |
 | metrics.jsonl, samples.jsonl | trainer, appended | the truth about what happened |
-| state-STEP.pt, state-STEP.json | trainer, at each save | resumable state; its digest and the sizes of the two files above |
+| state-STEP.pt, state-STEP.json | trainer, at each save | resumable state; its checksum, and those of the files above |
 | exit.json | trainer, at its end | exit code, reason, time; absent while it runs and after SIGKILL |
 | lock | trainer | held while it lives |
 | feeder.json, feeder.lock, feeder.log | feeder | what MLflow has received |
@@ -17,14 +17,15 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import PipelineError
 
-_OURS = re.compile(r"(run|exit|feeder)\.json(\.tmp)?|(metrics|samples)\.jsonl|state-.*|(feeder\.)?lock|feeder\.log")
+_OURS = re.compile(r"(run|exit|feeder)\.json(\.tmp)?|(metrics|samples)\.jsonl|state-.*\.tmp|(feeder\.)?lock|feeder\.log")
 _NUMBER = re.compile(r"[1-9][0-9]*")
 _STATE = re.compile(r"state-(\d{8})\.json")
 
@@ -34,6 +35,11 @@ class RunFolder:
     """Paths of one run's files."""
 
     path: Path
+
+    @property
+    def recipe(self) -> str:
+        """The run key: what a save must have been made with."""
+        return self.path.parent.name
 
     @property
     def about(self) -> Path:
@@ -79,8 +85,14 @@ class RunFolder:
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
 
-def open_run_folder(runs: Path, stage: str, key: str) -> RunFolder:
-    """The newest unfinished folder of this recipe, or a new one. A finished run is closed: the next starts at step 0.
+def open_run_folder(runs: Path, stage: str, key: str, *, recorded: bool = True) -> RunFolder:
+    """The newest unfinished folder of this recipe, or a new one.
+
+    Args:
+        runs: the folder of all runs.
+        stage: the stage's name.
+        key: see `run_key`.
+        recorded: whether DVC knows the results of this recipe; where it does not, a finished run with a save is gone on with.
 
     Raises:
         PipelineError: a file lies where a folder must be, a folder where a file must be, or permission is missing.
@@ -92,11 +104,13 @@ def open_run_folder(runs: Path, stage: str, key: str) -> RunFolder:
         newest = max((number for number, path in taken.items() if path.is_dir()), default=0)
         if newest:
             folder = RunFolder(taken[newest])
-            if read_json(folder.exit).get("code") != 0:
+            if read_json(folder.exit).get("code") != 0 or (not recorded and folder.commits()):
                 _check_files(folder)
                 return folder
         folder = RunFolder(recipe / str(max(taken, default=0) + 1))
         folder.path.mkdir()
+        for parent in (recipe, recipe.parent, runs):  # else a power cut could take the folder with all its synced files
+            _sync_folder(parent)
         return folder
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
         raise PipelineError(
@@ -136,7 +150,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Replaces the file atomically; a reader sees the old content or the new, also after a power cut."""
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        with named(temporary), temporary.open("w", encoding="utf-8") as file:
             json.dump(value, file, ensure_ascii=False, allow_nan=False, indent=1)
             file.write("\n")
             file.flush()
@@ -150,8 +164,23 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 def replace(temporary: Path, path: Path) -> None:
     """Renames over `path` and makes the rename itself durable."""
     temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        with named(path):
+            os.fsync(folder)
     finally:
         os.close(folder)
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Puts the file's name into an `OSError` that has none: writing to an open file does not say to which."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise

@@ -1,57 +1,78 @@
 """Resumable states in a run folder: complete or invisible.
 
-A save counts once its sidecar exists, which is written last and names the state's checksum (torch's own reader does not
-check one) and the sizes of the records, which must be there and readable. A full disk or a kill therefore leaves the save
-before it as the newest.
+A save counts once its sidecar exists, which is written last. It names the recipe, the step, the state's checksum (torch's own
+reader does not check one), and the size and checksum of the records that belong to it. A full disk or a kill therefore leaves
+the save before it as the newest, and what somebody edited, mixed up or copied here from another run is not gone on with.
 """
 
 import json
+import math
 import os
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
-from pipeline.tracking.run_folder import RunFolder, read_json, replace, write_json
+from pipeline.tracking.recorder import checksum
+from pipeline.tracking.run_folder import RunFolder, named, read_json, replace, write_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+RECORDS = ("metrics", "samples")
+NO_RECORDS = {f"{name}_{what}": 0 for name in RECORDS for what in ("bytes", "crc32")}
 
 
 class _ChecksumWriter:
     """What `torch.save` needs of a file, with a running CRC-32 over the bytes."""
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: IO[bytes], path: Path) -> None:
         self._file = file
+        self._path = path
         self.crc32 = 0
 
     def write(self, data: bytes) -> int:
         self.crc32 = zlib.crc32(data, self.crc32)
-        return self._file.write(data)
+        with named(self._path):  # here: torch turns the error into one of its own, which says nothing of the disk
+            return self._file.write(data)
 
     def flush(self) -> None:
         self._file.flush()
 
 
-def write_save(folder: RunFolder, step: int, state: Mapping[str, Any], sizes: Mapping[str, int], keep: int) -> None:
-    """Writes the state of `step` and removes all but the newest `keep` saves.
+def write_save(
+    folder: RunFolder, step: int, state: Mapping[str, Any], records: Mapping[str, int], *, keep: int, stays: bool = False
+) -> bool:
+    """Writes the state of `step` and removes older saves as `prune` does.
+
+    A state with a NaN or an infinity is not written: nothing good comes of it, and it would push out the last good one.
 
     Args:
         folder: the run.
         step: optimizer steps done.
         state: tensors, plain values, and dicts, lists and tuples of them.
-        sizes: `metrics_bytes` and `samples_bytes` that belong to this step.
+        records: bytes and checksums of the records up to this step, as `Recorder.sync` gives them.
         keep: saves to keep, at least 1.
+        stays: whether it is kept beyond them.
+
+    Returns:
+        Whether the state was written.
 
     Raises:
         TypeError: the state holds something else, which could be written but not safely loaded again.
     """
     import torch  # heavy, and stages without saves never need it
 
-    _check_loadable(state, "state")
     path = folder.state(step)
+    if broken := [place for place, tensor in _tensors(state, "state") if not _is_finite(tensor)]:
+        print(f"{path}: not saved, {broken[0]} is not finite; the save before it stays", file=sys.stderr, flush=True)
+        return False
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with temporary.open("wb") as file:
-            writer = _ChecksumWriter(file)
+        with named(temporary), temporary.open("wb") as file:
+            writer = _ChecksumWriter(file, temporary)
             torch.save(dict(state), cast(IO[bytes], writer))
             file.flush()
             os.fsync(file.fileno())
@@ -60,47 +81,108 @@ def write_save(folder: RunFolder, step: int, state: Mapping[str, Any], sizes: Ma
         raise
     folder.commit(step).unlink(missing_ok=True)
     replace(temporary, path)
-    write_json(folder.commit(step), {"step": step, "crc32": writer.crc32, **sizes})
-    for old in folder.commits()[keep:]:
-        discard(folder, old)
+    about = {"step": step, "recipe": folder.recipe, "crc32": writer.crc32, **NO_RECORDS, **records, "stays": stays}
+    write_json(folder.commit(step), about)
+    prune(folder, keep)
+    return True
 
 
-def _check_loadable(value: Any, place: str) -> None:
+def prune(folder: RunFolder, keep: int) -> None:
+    """Removes all saves but the newest `keep` and those that were written to stay."""
+    for step in folder.commits()[keep:]:
+        if read_json(folder.commit(step)).get("stays") is not True:
+            # the sidecar first: without it there is no save
+            folder.commit(step).unlink(missing_ok=True)
+            folder.state(step).unlink(missing_ok=True)
+
+
+def prune_finished(stage_folder: Path, finished: RunFolder) -> None:
+    """Leaves, of the saves of a stage's finished runs, the last one of the run that has just `finished`, and those that stay.
+
+    DVC takes over what a run made after its process has ended; until then the last save can make it again.
+    """
+    for path in [path.parent for path in stage_folder.glob("*/*/exit.json")]:
+        if read_json(path / "exit.json").get("code") == 0:
+            prune(RunFolder(path), 1 if path == finished.path else 0)
+    for leftover in finished.path.glob("state-*.damaged"):
+        if leftover.is_file():
+            leftover.unlink()
+
+
+def _tensors(value: Any, place: str) -> "Iterator[tuple[str, Tensor]]":
+    """The tensors in `value` with where they stand; raises a `TypeError` for what could not be loaded again."""
     import torch
 
     if isinstance(value, dict):
         for key, item in value.items():
-            _check_loadable(item, f"{place}[{key!r}]")
+            yield from _tensors(item, f"{place}[{key!r}]")
     elif type(value) in (list, tuple):
         for index, item in enumerate(value):
-            _check_loadable(item, f"{place}[{index}]")
-    elif not isinstance(value, torch.Tensor) and type(value) not in (int, float, bool, str, bytes, type(None)):
+            yield from _tensors(item, f"{place}[{index}]")
+    elif isinstance(value, torch.Tensor):
+        yield place, value
+    elif type(value) not in (int, float, bool, str, bytes, type(None)):
         raise TypeError(f"{place} is a {type(value).__module__}.{type(value).__name__}; states hold tensors and plain values")
 
 
+def _is_finite(tensor: "Tensor") -> bool:
+    """Without a copy: there may be no room for one."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    return all(math.isfinite(float(end)) for end in tensor.aminmax())
+
+
 def newest_save(folder: RunFolder) -> dict[str, Any] | None:
-    """The sidecar of the newest intact save; newer ones that are torn, or whose records are, go with a warning on stderr."""
+    """The sidecar of the newest save that can be gone on with; newer ones are set aside with a warning each on stderr."""
     for leftover in folder.path.glob("state-*.tmp"):  # the feeder renames temporary files of its own at any time
         leftover.unlink(missing_ok=True)
-    for step in folder.commits():
-        try:
-            commit = read_json(folder.commit(step))
-            intact = (
-                _crc32(folder.state(step)) == commit["crc32"]
-                and _holds_lines(folder.metrics, commit["metrics_bytes"])
-                and _holds_lines(folder.samples, commit["samples_bytes"])
-            )
-        except (OSError, ValueError, KeyError):
-            intact = False
-        if intact:
-            return commit
-        print(f"{folder.state(step)}: damaged, skipped; going back to the save before it", file=sys.stderr, flush=True)
-        discard(folder, step)
+    steps = folder.commits()
+    for step, before in zip_longest(steps, steps[1:]):
+        fault = _fault(folder, step)
+        if fault is None:
+            return read_json(folder.commit(step))
+        instead = "there is none before it" if before is None else f"going back to {folder.state(before).name}"
+        print(f"{folder.state(step)}: skipped, {fault}; {instead}", file=sys.stderr, flush=True)
+        for path in (folder.commit(step), folder.state(step)):
+            if path.exists():
+                path.rename(path.with_name(path.name + ".damaged"))
     return None
 
 
+def _fault(folder: RunFolder, step: int) -> str | None:
+    """Why the save of `step` cannot be gone on with, or None."""
+    names = ("step", "crc32", *NO_RECORDS)
+    try:
+        commit = json.loads(folder.commit(step).read_text(encoding="utf-8"))
+        numbers = [commit.get(name) for name in names] if isinstance(commit, dict) else [None]
+        if any(type(number) is not int or number < 0 for number in numbers):
+            return f"{folder.commit(step).name} does not describe a save"
+        if commit.get("recipe") != folder.recipe or commit["step"] != step:
+            return "it belongs to another run or step"
+        if checksum(folder.state(step)) != commit["crc32"]:
+            return "its checksum is another one"
+        for name, path in (("metrics", folder.metrics), ("samples", folder.samples)):
+            if checksum(path, commit[f"{name}_bytes"]) != commit[f"{name}_crc32"]:
+                return f"the records up to it are damaged ({path.name})"
+    except (OSError, ValueError, RecursionError) as error:
+        return f"it cannot be read ({error})"
+    return None if _is_loadable(folder.state(step)) else "it is not a state"
+
+
+def _is_loadable(path: Path) -> bool:
+    """Whether the file holds tensors and plain values alone; they stay on the disk."""
+    import torch
+
+    from pipeline.checkpoint.files import UNREADABLE
+
+    try:
+        return isinstance(torch.load(path, map_location="cpu", weights_only=True, mmap=True), dict)
+    except UNREADABLE:
+        return False
+
+
 def read_save(folder: RunFolder, step: int) -> dict[str, Any]:
-    """The state that `write_save` was given, on the CPU."""
+    """The state that `write_save` was given, on the CPU; nothing but tensors and plain values is unpickled."""
     import torch
 
     return dict(torch.load(folder.state(step), map_location="cpu", weights_only=True))
@@ -117,32 +199,3 @@ def committed_sizes(folder: RunFolder) -> dict[str, int]:
         if sizes.keys() <= commit.keys():
             return {name: commit[name] for name in sizes}
     return sizes
-
-
-def discard(folder: RunFolder, step: int) -> None:
-    """Removes one save, its sidecar first."""
-    folder.commit(step).unlink(missing_ok=True)
-    folder.state(step).unlink(missing_ok=True)
-
-
-def _crc32(path: Path) -> int:
-    crc32 = 0
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            crc32 = zlib.crc32(chunk, crc32)
-    return crc32
-
-
-def _holds_lines(path: Path, size: int) -> bool:
-    """Whether the first `size` bytes are there and are whole lines of JSON.
-
-    Raises:
-        OSError: the file is absent.
-        ValueError: a line is not JSON.
-    """
-    left = size
-    with path.open("rb") as file:
-        while left > 0 and (line := file.readline(left)).endswith(b"\n"):
-            json.loads(line)
-            left -= len(line)
-    return left == 0

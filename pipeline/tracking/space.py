@@ -1,0 +1,78 @@
+"""Whether the disk has room for what a stage that trains will write: asked before hours of work, not after."""
+
+import json
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from pipeline.errors import DiskSpaceError
+from pipeline.model.config import ModelConfig, num_parameters
+from pipeline.tracking.run_folder import RunFolder
+
+FLOAT_BYTES = 4
+ADAMW = 3  # a weight and its two moments
+COPIES_OF_OUTPUT = 2  # the checkpoint, and what DVC keeps of it in its cache
+
+
+def check_space(
+    stage: str, folder: RunFolder, root: Path, params: Mapping[str, Any], inputs: Sequence[str | Path], keep_saves: int
+) -> None:
+    """Compares what the run at `folder` will write with what is free.
+
+    `keep_saves` + 1 states (one is written before one is removed), less those that lie there, and the outputs below `root`.
+    Saves that stay come on top: their number is not known here.
+
+    Raises:
+        DiskSpaceError: in one line, what is needed and free, and how to mend it.
+    """
+    weights = _trained_bytes(stage, root, params, inputs)
+    if not weights:
+        return
+    state = ADAMW * weights * (2 if stage == "ppo" else 1)  # ppo trains a critic of the policy's size beside it
+    there = sum(_size(path) for path in folder.path.glob("state-*.pt") if path.is_file())
+    needed: defaultdict[int, int] = defaultdict(int)
+    free: dict[int, int] = {}
+    for place, size in (
+        (folder.path, max(0, (keep_saves + 1) * state - there)),
+        (root, COPIES_OF_OUTPUT * weights),
+    ):
+        device = os.stat(place).st_dev
+        needed[device] += size
+        free[device] = shutil.disk_usage(place).free
+    for device, size in needed.items():
+        if size > free[device]:
+            raise DiskSpaceError(
+                f"{folder.path}: needs about {_shown(size)} on its disk, for saves of {_shown(state)} and outputs, and "
+                f"{_shown(free[device])} are free; `python -m pipeline gc` frees some, or lower runtime.keep_saves={keep_saves}"
+            )
+
+
+def _trained_bytes(stage: str, root: Path, params: Mapping[str, Any], inputs: Sequence[str | Path]) -> int:
+    """Size in fp32 of the weights that the stage trains, those of a critic left out; 0 where it trains none."""
+    own = params.get(stage, {})
+    if "lr" not in own:
+        return 0
+    if "model" in params:  # from the beginning
+        vocab_size = Tokenizer.from_file(str(root / "data/tokenizer/tokenizer.json")).get_vocab_size()
+        return FLOAT_BYTES * num_parameters(ModelConfig.from_dict({**params["model"], "vocab_size": vocab_size}))
+    start = max((path for path in (root / name for name in inputs) if path.suffix == ".pth"), key=_size, default=None)
+    if start is None:
+        return 0
+    if "rank" not in own:
+        return _size(start)
+    # an adapter is two factors of a matrix, `rank` wide
+    width = json.loads(start.with_suffix(".json").read_text(encoding="utf-8"))["model"]["hidden_size"]
+    return int(_size(start) * min(1.0, 2 * own["rank"] / width))
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size
+
+
+def _shown(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
