@@ -22,9 +22,10 @@ from typing import Any, Self
 import pipeline
 from pipeline.digests import digest, digests
 from pipeline.params.schema import Runtime
-from pipeline.supervise import Stopped, StopSignals, exit_on_error, explain, hold, lasting_stderr
+from pipeline.supervise import Stopped, StopSignals, exit_on_error, explain, hold, is_held, lasting_stderr
 from pipeline.tracking.console import ProgressBar
 from pipeline.tracking.description import run_name, run_tags
+from pipeline.tracking.home import home
 from pipeline.tracking.recorder import JsonLines, Recorder, now_s
 from pipeline.tracking.run_folder import RunFolder, open_run_folder, read_json, run_key, write_json
 from pipeline.tracking.saves import discard, newest_save, read_save, write_save
@@ -42,6 +43,7 @@ class StageRun:
     Attributes:
         stage: the stage's name.
         root: the repository root, where relative paths of the stage start.
+        home: where scratch lives: the root, or that of the workspace of which this is an isolated copy.
         folder: the run's scratch folder.
         resumed_step: optimizer steps that the loaded save had done; 0 for a fresh run.
     """
@@ -51,6 +53,7 @@ class StageRun:
     ) -> None:
         self.stage = stage
         self.root = root
+        self.home = home(root)
         self.folder = folder
         self._runtime = runtime
         self._stop = stop
@@ -62,6 +65,11 @@ class StageRun:
             JsonLines(folder.metrics, save["metrics_bytes"]), JsonLines(folder.samples, save["samples_bytes"])
         )
         self._saved_at = time.monotonic()
+
+    @property
+    def scratch(self) -> Path:
+        """The stage's folder for caches. Isolated copies share it: other processes may read and write there at any time."""
+        return self.home / ".runs" / self.stage
 
     @property
     def stop_requested(self) -> bool:
@@ -125,7 +133,7 @@ class Follower(StageRun):
     """
 
     def __init__(self, stage: str, root: Path, ranks: Ranks, stop: StopSignals) -> None:
-        self.stage, self.root = stage, root
+        self.stage, self.root, self.home = stage, root, home(root)
         self._ranks, self._stop = ranks, stop
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -218,8 +226,7 @@ def stage_run(
         known = digests(root, inputs)
         code_file = root / "data" / "code" / f"{stage}.json"
         key = run_key(stage, params, known, digest(code_file) if code_file.exists() else None)
-        folder = open_run_folder(root / ".runs", stage, key)
-        stack.enter_context(hold(folder.lock, wait=True))
+        folder = _held_run_folder(stack, home(root) / ".runs", stage, key)
         folder.exit.unlink(missing_ok=True)
         wanted = runtime.ranks if ranked and launched.size == 1 else 1
         with _recorded_exit(folder, stop), _followers(wanted):
@@ -231,6 +238,19 @@ def stage_run(
             yield run
         for step in folder.commits():
             discard(folder, step)
+
+
+def _held_run_folder(stack: ExitStack, runs: Path, stage: str, key: str) -> RunFolder:
+    """The run folder to go on in, held until `stack` closes. Where another workspace trains the recipe, waits for its end."""
+    while True:
+        folder = open_run_folder(runs, stage, key)
+        if is_held(folder.lock):
+            print(f"{stage}: waits for another process with the same recipe ({folder.path})", file=sys.stderr, flush=True)
+        with ExitStack() as held:
+            held.enter_context(hold(folder.lock, wait=True))
+            if read_json(folder.exit).get("code") != 0:  # 0: it was finished in the meantime
+                stack.push(held.pop_all())
+                return folder
 
 
 @contextmanager
@@ -305,21 +325,22 @@ def _wait_for(followers: Sequence["subprocess.Popen[bytes]"]) -> int:
 
 def _describe(run: StageRun, key: str, params: Mapping[str, Any], known: Mapping[str, str]) -> None:
     before = read_json(run.folder.about)
-    uri = tracking_uri(run.root)
+    uri = tracking_uri(run.home)
     about = {
         "stage": run.stage,
         "name": run_name(run.stage, params),
         "uid": before.get("uid") or uuid.uuid4().hex,
         "attempt": before.get("attempt", 0) + 1,
         "started_s": before.get("started_s") or now_s(),
-        "root": str(run.root),
+        "root": str(run.home),
+        "workspace": str(run.root),
         "tracking_uri": uri,
         "params": params,
         "tags": run_tags(run.root, run.stage, key, known),
     }
     write_json(run.folder.about, about)
     start = f"resumes at step {run.resumed_step}" if about["attempt"] > 1 else "new"
-    print(f"{run.stage}: run {run.folder.path.relative_to(run.root)} ({start}), tracking {uri}", file=sys.stderr, flush=True)
+    print(f"{run.stage}: run {run.folder.path.relative_to(run.home)} ({start}), tracking {uri}", file=sys.stderr, flush=True)
 
 
 def _start_feeder(run: StageRun) -> None:
@@ -329,7 +350,7 @@ def _start_feeder(run: StageRun) -> None:
     with run.folder.feeder_log.open("ab") as log:
         subprocess.Popen(
             [sys.executable, "-m", "pipeline.tracking.feeder", str(run.folder.path)],
-            cwd=run.root,
+            cwd=run.home,  # an isolated copy may be removed before the feeder ends
             env={**os.environ, "PYTHONPATH": path},
             stdin=subprocess.DEVNULL,
             stdout=log,

@@ -17,6 +17,7 @@ import psutil
 
 from pipeline.errors import HeldError
 from pipeline.supervise.ancestry import handed_down
+from pipeline.tracking.home import home
 from pipeline.tracking.run_folder import read_json
 
 TAIL_LINES = 20
@@ -90,15 +91,18 @@ def _attempt(
         process.wait()
     if process.returncode == 0:
         return Outcome(0, "up to date"), False
-    outcome = _failure(root, stage, started_s, process.returncode, list(tail))
+    runs = home(root, {**os.environ, **environment}) / ".runs"
+    outcome = _failure(root, runs, stage, started_s, process.returncode, list(tail))
     said = "\n".join(tail)
     return outcome, outcome.code == HeldError.exit_code or bool(_BUSY.search(said))
 
 
-def _failure(root: Path, stage: str, started_s: float, dvc_code: int, tail: list[str]) -> Outcome:
+def _failure(root: Path, runs: Path, stage: str, started_s: float, dvc_code: int, tail: list[str]) -> Outcome:
     """What the run recorded; else what DVC says of its child; else that all were killed."""
-    for path in sorted((root / ".runs" / stage).glob("*/*/exit.json"), key=lambda path: path.stat().st_mtime, reverse=True):
-        recorded = read_json(path)
+    for path in sorted((runs / stage).glob("*/*/exit.json"), key=lambda path: path.stat().st_mtime, reverse=True):
+        recorded, about = read_json(path), read_json(path.with_name("run.json"))
+        if about.get("workspace", str(root.resolve())) != str(root.resolve()):
+            continue  # an isolated copy runs the same stage
         if recorded.get("time_s", 0.0) >= started_s and recorded.get("code"):
             return Outcome(recorded["code"], recorded["reason"])
     exited = [int(match[1]) for line in tail if (match := _EXITED.search(line))]
