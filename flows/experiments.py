@@ -50,24 +50,17 @@ def run_experiment(root: Path, stage: str, overrides: Sequence[str], *, cores: i
         copy = experiment.workspace
         workspace = Workspace(copy, cores, environment=experiment.environment, stop=stop)
         ran: list[Ran] = []
-        failed = "stopped"
-        try:
-            bring_up_all(workspace, experiment.targets, ran)
-            failed = "; ".join(done.error for done in ran if done.error) or ("stopped" if stop.is_set() else "")
-            if not failed:
-                experiment.save()
-        finally:
-            take = f"`dvc exp apply {experiment.name}` takes it into the workspace, `dvc exp branch {experiment.name}` keeps it."
-            again = f"Its copy, `{copy}`, stays: the same overrides go on there."
-            publish(
-                stage,
-                ran,
-                read_plan(copy, experiment.targets),
-                root=copy,
-                home=root,
-                title=f"Experiment **{experiment.name}**: `{experiment}`",
-                closing=again if failed else take,
-            )
+        bring_up_all(workspace, experiment.targets, ran)
+        failed = "; ".join(done.error for done in ran if done.error) or ("stopped" if stop.is_set() else "")
+        if failed:
+            closing = f"Its copy, `{copy}`, stays: the same overrides go on there."
+        else:
+            experiment.save()
+            name = experiment.name
+            closing = f"`dvc exp apply {name}` takes it into the workspace, `dvc exp branch {name}` makes a branch of it."
+        title = f"Experiment **{experiment.name}**: `{experiment}`"
+        plan = read_plan(copy, experiment.targets)
+        publish(stage, ran, plan, root=copy, home=root, title=title, closing=closing)
         if failed:
             raise ExperimentFailed(failed)
         measured = "eval" if stage == "all" else stage

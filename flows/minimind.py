@@ -42,6 +42,6 @@ def minimind(stage: str = "all", overrides: list[str] | None = None) -> None:
         bring_up_all(Workspace(ROOT, cores, stop=stop), targets, ran)
     finally:
         stop.set()
-        publish(stage, ran, read_plan(ROOT, targets), root=ROOT, home=ROOT)
+    publish(stage, ran, read_plan(ROOT, targets), root=ROOT, home=ROOT)
     if failed := [done.error for done in ran if done.error]:
         raise RuntimeError("; ".join(failed))

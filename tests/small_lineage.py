@@ -47,7 +47,8 @@ if name == "base":
     Path("base.txt").write_text(Path("data/raw/rows.jsonl").read_text() + str(params["pretrain"]["lr"]))
 if name == "grpo":
     if (home / "fails").exists() and lr > 0.5:
-        sys.exit("grpo: told to fail")
+        print("grpo: told to fail", file=sys.stderr)
+        sys.exit(2)
     if (home / "slow").exists():
         signal.signal(signal.SIGTERM, lambda *_: ((home / f"saved-{lr:g}").touch(), os._exit(143)))
         (home / f"started-{lr:g}").touch()

@@ -156,6 +156,7 @@ def test_a_source_that_git_ignores_is_taken_along_and_an_absent_one_named(lineag
         pass
 
 
+@pytest.mark.faults
 def test_two_copies_run_a_common_recipe_once(lineage: Path) -> None:
     def one(lr: str) -> None:
         with open_experiment(lineage, "grpo", ["pretrain.lr=7e-4", f"grpo.lr={lr}"], threading.Event()) as experiment:
