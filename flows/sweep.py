@@ -8,7 +8,7 @@ import json
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 from flows.experiments import Finished, run_experiment
 from flows.report import EVAL_HEADLINES, HEADLINES, Goal, artifact_key, cell, link, number, ui_hint
 from pipeline.errors import ParamsError
-from pipeline.lineage.experiment import describe
+from pipeline.lineage.experiment import Experiment, describe
 from pipeline.lineage.plan import read_plan
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,7 +33,7 @@ class Member:
     """One combination, as overrides, and how its experiment ended: with a result or an error."""
 
     overrides: tuple[str, ...]
-    name: str
+    experiment: Experiment
     finished: Finished | None = None
     error: str = ""
 
@@ -92,8 +92,8 @@ def combinations(stage: str, grid: Mapping[str, Sequence[Any]]) -> list[Member]:
     if not grid or not all(isinstance(values, list) and values for values in grid.values()):
         raise ParamsError('grid: must give each key a list of values, such as {"grpo.lr": [1e-4, 3e-4]}')
     texts = [[f"{key}={json.dumps(value, ensure_ascii=False)}" for value in values] for key, values in grid.items()]
-    members = [Member(chosen, describe(ROOT, stage, chosen).name) for chosen in itertools.product(*texts)]
-    return list({member.name: member for member in members}.values())  # values given twice are tried once
+    members = [Member(chosen, describe(ROOT, stage, chosen)) for chosen in itertools.product(*texts)]
+    return list({member.experiment.name: member for member in members}.values())  # values given twice are tried once
 
 
 def choose_metric(stage: str, grid: Mapping[str, Any], metric: str | None, goal: Goal | None) -> tuple[str, Goal]:
@@ -127,34 +127,34 @@ def _run_all(
     while waiting or running:
         while waiting and len(running) < concurrency:
             member = waiting.pop(0)
-            running[member.name] = member, run_member.submit(member.name, stage, member.overrides, cores, stop)
+            name = member.experiment.name
+            running[name] = member, run_member.submit(name, stage, member.overrides, cores, stop)
         for name, (member, future) in list(running.items()):
             future.wait(timeout=POLL_S)
             if future.state.is_completed():
-                ended.append(Member(member.overrides, name, future.result()))
+                ended.append(replace(member, finished=future.result()))
                 del running[name]
             elif future.state.is_final():
-                ended.append(Member(member.overrides, name, error=future.state.message or str(future.state.name)))
+                ended.append(replace(member, error=future.state.message or str(future.state.name)))
                 del running[name]
 
 
 def _publish(stage: str, ended: Sequence[Member], metric: str, goal: Goal) -> None:
     """Writes the artifact `sweep-<stage>`: the members, the best one first, and how to take it."""
-    measured = [
-        (member.finished.metrics[metric], member) for member in ended if member.finished and metric in member.finished.metrics
-    ]
-    measured.sort(key=lambda pair: pair[0], reverse=goal == "max")
-    rest = [member for member in ended if member not in [member for _, member in measured]]
+
+    def value_of(member: Member) -> float | None:
+        return member.finished.metrics.get(metric) if member.finished else None
+
+    sign = -1 if goal == "max" else 1
+    ranked = sorted(ended, key=lambda member: (value_of(member) is None, sign * (value_of(member) or 0.0)))
     lines = [f"| overrides | `{metric}` ({goal}) | state | run | experiment |", "| --- | --- | --- | --- | --- |"]
-    for value, member in [*measured, *((None, member) for member in rest)]:
-        state = "finished" if member.finished else cell(member.error)
-        run = link(member.finished.run) if member.finished else ""
-        lines.append(f"| `{' '.join(member.overrides)}` | {number(value)} | {state} | {run} | {member.name} |")
+    for member in ranked:
+        state, run = ("finished", link(member.finished.run)) if member.finished else (cell(member.error), "")
+        cells = f"`{cell(str(member.experiment))}` | {number(value_of(member))} | {state} | {run} | {member.experiment.name}"
+        lines.append(f"| {cells} |")
     best = f"No member has `{metric}`."
-    if measured:
-        value, member = measured[0]
-        best = (
-            f"Best: **{member.name}** with `{metric}` {number(value)}. `dvc exp apply {member.name}` takes it into the workspace."
-        )
+    if ranked and (value := value_of(ranked[0])) is not None:
+        name = ranked[0].experiment.name
+        best = f"Best: **{name}** with `{metric}` {number(value)}. `dvc exp apply {name}` takes it into the workspace."
     hint = ui_hint(member.finished.run for member in ended if member.finished)
     create_markdown_artifact("\n\n".join(filter(None, [best, "\n".join(lines), hint])), key=artifact_key(f"sweep-{stage}"))
