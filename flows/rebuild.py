@@ -17,6 +17,7 @@ from prefect.tasks import exponential_backoff
 
 from pipeline.lineage.execute import Outcome, bring_up
 from pipeline.lineage.plan import Planned, Verdict, read_plan
+from pipeline.lineage.sharing import sole_runner
 
 FINAL_CODES = {2, 3, 4, 7}
 """Exit codes of configuration, data, numerics and a full disk: another attempt would end the same way."""
@@ -72,7 +73,7 @@ class Ran:
     retry_condition_fn=worth_retrying,
     cache_policy=NO_CACHE,
 )
-def run_stage(stage: str, workspace: Workspace, threads: int) -> None:
+def run_stage(stage: str, workspace: Workspace, threads: int, recipe: str | None = None) -> None:
     """One stage on `threads` cores; its whole output is in `.runs/<stage>/output.log`, its latest lines here."""
     logger = get_run_logger()
     shown_at = 0.0
@@ -84,7 +85,8 @@ def run_stage(stage: str, workspace: Workspace, threads: int) -> None:
             logger.info(line[:1000])
 
     environment = {**workspace.environment, "OMP_NUM_THREADS": str(threads)}
-    outcome = bring_up(workspace.root, stage, on_line=show, stop=workspace.stop, environment=environment)
+    with sole_runner(workspace.root, stage, recipe, environment, workspace.stop):
+        outcome = bring_up(workspace.root, stage, on_line=show, stop=workspace.stop, environment=environment)
     if outcome.code != 0:
         raise StageFailed(stage, outcome, retry=outcome.code not in FINAL_CODES and not workspace.stop.is_set())
 
@@ -106,7 +108,8 @@ def bring_up_all(workspace: Workspace, targets: tuple[str, ...], ran: list[Ran])
         ]
         threads = workspace.cores // max(1, min(workspace.cores, len(running) + len(ready)))
         for planned in ready[: workspace.cores - len(running)]:
-            running[planned.stage] = planned, time.monotonic(), run_stage.submit(planned.stage, workspace, threads)
+            future = run_stage.submit(planned.stage, workspace, threads, planned.recipe)
+            running[planned.stage] = planned, time.monotonic(), future
         if not running:
             return
         ran += _finished(running)

@@ -1,22 +1,122 @@
-"""What a flow run leaves to read: an artifact in Markdown."""
+"""What a flow run leaves to read: artifacts in Markdown with the plan, final metrics and MLflow runs."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
 
 from prefect.artifacts import create_markdown_artifact
 
 from flows.rebuild import Ran
 from pipeline.lineage.plan import Planned
+from pipeline.lineage.records import LOCAL_UI, TrackedRun, final_metrics, tracked_run
+
+Goal = Literal["max", "min"]
+
+HEADLINES: dict[str, dict[str, Goal]] = {
+    "tokenizer": {"tokenizer/bytes_per_token": "max"},
+    "pretrain": {"val/loss": "min", "val/loss_start": "min"},
+    "full_sft": {"val/loss": "min", "val/loss_start": "min"},
+    "lora": {"val/loss": "min", "val/loss_start": "min"},
+    "dpo": {"val/accuracy": "max", "val/loss": "min"},
+    "reward": {"val/accuracy": "max", "val/loss": "min"},
+    "ppo": {"reward/mean": "max", "policy/ref_kl": "min"},
+    "grpo": {"reward/mean": "max", "policy/ref_kl": "min"},
+    "agent": {"tool/success": "max", "reward/mean": "max"},
+}
+"""What to look at first in `metrics/<stage>.json`, and which way is better; a sweep goes by the first."""
+EVAL_HEADLINES: dict[str, Goal] = {
+    "reward_mean": "max",
+    "tool_success": "max",
+    "qa_exact": "max",
+    "preference_accuracy": "max",
+    "bits_per_byte": "min",
+}
+"""The same for every model in `metrics/eval.json`."""
 
 
-def publish(stage: str, ran: Sequence[Ran], plan: Sequence[Planned]) -> None:
-    """Writes the artifact `plan-<stage>`: what ran and why, and what is left as it was."""
-    create_markdown_artifact(_table(ran, plan), key=f"plan-{stage.replace('_', '-').replace('@', '-')}")
+def publish(
+    stage: str, ran: Sequence[Ran], plan: Sequence[Planned], *, root: Path, home: Path, title: str = "", closing: str = ""
+) -> None:
+    """Writes the artifact `plan-<stage>`: what ran and why, what is left as it was, what came out, and where its curves are.
+
+    Args:
+        stage: what was brought up to date.
+        ran: the stages that ran.
+        plan: what is to run now, of all that were asked for.
+        root: where they ran.
+        home: where their run folders are.
+        title: stands first.
+        closing: stands last.
+    """
+    runs = {planned.stage: tracked_run(root, home, planned.stage) for planned in plan}
+    parts = [
+        title,
+        _plan_table(ran, plan),
+        _metrics_table(root, plan, runs),
+        _eval_table(root, plan),
+        ui_hint(runs.values()),
+        closing,
+    ]
+    create_markdown_artifact("\n\n".join(filter(None, parts)), key=artifact_key(f"plan-{stage}"))
 
 
-def _table(ran: Sequence[Ran], plan: Sequence[Planned]) -> str:
+def artifact_key(name: str) -> str:
+    """The name in the letters that Prefect allows."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def link(run: TrackedRun | None) -> str:
+    """To the MLflow run, where there is one."""
+    return f"[MLflow]({run.url})" if run else ""
+
+
+def ui_hint(runs: Iterable[TrackedRun | None]) -> str:
+    """How to open links to a store that no server owns; empty where there are none."""
+    local = any(run and not run.served for run in runs)
+    return f"The MLflow links open while `make ui` runs ({LOCAL_UI})." if local else ""
+
+
+def cell(text: str) -> str:
+    """The text as one cell of a table."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def number(value: float | None) -> str:
+    """Four significant digits."""
+    return "" if value is None else f"{value:.4g}"
+
+
+def _plan_table(ran: Sequence[Ran], plan: Sequence[Planned]) -> str:
     lines = ["| stage | result | seconds | why |", "| --- | --- | --- | --- |"]
     names = {done.planned.stage for done in ran}
     for done in ran:
-        lines.append(f"| {done.planned.stage} | {done.error or 'ran'} | {done.seconds:.0f} | {'; '.join(done.planned.causes)} |")
-    lines += [f"| {planned.stage} | {planned.verdict} | | |" for planned in plan if planned.stage not in names]
+        result, why = cell(done.error or "ran"), cell("; ".join(done.planned.causes))
+        lines.append(f"| {done.planned.stage} | {result} | {done.seconds:.0f} | {why} |")
+    lines += [
+        f"| {planned.stage} | {planned.verdict} | | {cell('; '.join(planned.causes))} |"
+        for planned in plan
+        if planned.stage not in names
+    ]
     return "\n".join(lines)
+
+
+def _metrics_table(root: Path, plan: Sequence[Planned], runs: Mapping[str, TrackedRun | None]) -> str:
+    rows = []
+    for planned in plan:
+        values = final_metrics(root, planned.stage) if planned.stage in HEADLINES else {}
+        shown = [f"`{key}` {number(values[key])}" for key in HEADLINES.get(planned.stage, {}) if key in values]
+        if shown or runs[planned.stage]:
+            rows.append(f"| {planned.stage} | {', '.join(shown)} | {link(runs[planned.stage])} |")
+    return "\n".join(["| stage | final metrics | run |", "| --- | --- | --- |", *rows]) if rows else ""
+
+
+def _eval_table(root: Path, plan: Sequence[Planned]) -> str:
+    if not any(planned.stage == "eval" for planned in plan):
+        return ""
+    values = final_metrics(root, "eval")
+    models = list(dict.fromkeys(key.partition("/")[0] for key in values))
+    lines = [f"| model on the held-out panel | {' | '.join(EVAL_HEADLINES)} |", "| --- |" + " --- |" * len(EVAL_HEADLINES)]
+    for model in models:
+        lines.append(f"| {model} | {' | '.join(number(values.get(f'{model}/{key}')) for key in EVAL_HEADLINES)} |")
+    return "\n".join(lines) if models else ""

@@ -23,9 +23,10 @@ import pipeline
 from pipeline.digests import digests
 from pipeline.lineage.declaration import is_recorded
 from pipeline.params.schema import Runtime
-from pipeline.supervise import Stopped, StopSignals, exit_on_error, explain, hold, lasting_stderr
+from pipeline.supervise import Stopped, StopSignals, exit_on_error, explain, hold, is_held, lasting_stderr
 from pipeline.tracking.console import ProgressBar
 from pipeline.tracking.description import run_name, run_tags
+from pipeline.tracking.home import home
 from pipeline.tracking.recorder import JsonLines, Recorder, now_s
 from pipeline.tracking.run_folder import RunFolder, open_run_folder, read_json, run_key, write_json
 from pipeline.tracking.saves import NO_RECORDS, newest_save, prune_finished, read_save, write_save
@@ -34,6 +35,7 @@ from pipeline.tracking.store import tracking_uri
 from pipeline.training.ranks import ALONE, Ranks, launched_ranks
 
 FOLLOWERS_END_S = 5.0
+LEFTOVER_S = 3600.0
 OTHER_RANK_GONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
 """What gloo, the store of ranks and nccl say when the process at the other end of a connection is gone."""
 
@@ -44,6 +46,7 @@ class StageRun:
     Attributes:
         stage: the stage's name.
         root: the repository root, where relative paths of the stage start.
+        home: where scratch lives: the root, or that of the workspace of which this is an isolated copy.
         folder: the run's scratch folder.
         resumed_step: optimizer steps that the loaded save had done; 0 for a fresh run.
     """
@@ -53,6 +56,7 @@ class StageRun:
     ) -> None:
         self.stage = stage
         self.root = root
+        self.home = home(root)
         self.folder = folder
         self._runtime = runtime
         self._stop = stop
@@ -64,6 +68,11 @@ class StageRun:
             JsonLines(folder.metrics, save["metrics_bytes"]), JsonLines(folder.samples, save["samples_bytes"])
         )
         self._saved_at = time.monotonic()
+
+    @property
+    def scratch(self) -> Path:
+        """The stage's folder for caches. Isolated copies share it: other processes may read and write there at any time."""
+        return self.home / ".runs" / self.stage
 
     @property
     def stop_requested(self) -> bool:
@@ -136,7 +145,7 @@ class Follower(StageRun):
     """
 
     def __init__(self, stage: str, root: Path, ranks: Ranks, stop: StopSignals) -> None:
-        self.stage, self.root = stage, root
+        self.stage, self.root, self.home = stage, root, home(root)
         self._ranks, self._stop = ranks, stop
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -235,14 +244,14 @@ def stage_run(
             yield Follower(stage, root, launched, stop)
         return
     with stage_process(stage, root=root, memory_hint=memory_hint) as stop, ExitStack() as stack:
-        _remove_leftovers(root, stage)
+        runs = home(root) / ".runs"
+        _remove_leftovers(root, runs / stage, stage)
         known = digests(root, inputs)
         code_file = f"data/code/{stage}.json"
         code = digests(root, [code_file]) if (root / code_file).exists() else {}
         key = run_key(stage, params, known, code.get(code_file))
         recorded = is_recorded(stage, params, known | code, root / "dvc.lock")
-        folder = open_run_folder(root / ".runs", stage, key, recorded=recorded)
-        stack.enter_context(hold(folder.lock, wait=True))
+        folder = _held_run_folder(stack, runs, stage, key, recorded=recorded)
         folder.exit.unlink(missing_ok=True)
         wanted = runtime.ranks if ranked and launched.size == 1 else 1
         with _recorded_exit(folder.exit, stop, memory_hint), _followers(wanted):
@@ -253,13 +262,33 @@ def stage_run(
             if runtime.mlflow:
                 _start_feeder(run)
             yield run
-        prune_finished(root / ".runs" / stage, folder)
+        prune_finished(runs / stage, folder)
 
 
-def _remove_leftovers(root: Path, stage: str) -> None:
-    """Removes what a process that was killed while it wrote outputs or a cache has left of them; nobody else writes there now."""
-    for leftover in [*(root / "checkpoints").glob(f".{stage}.*"), *(root / ".runs" / stage).glob("*/.*")]:
+def _remove_leftovers(root: Path, caches: Path, stage: str) -> None:
+    """Removes what a process that was killed while it wrote outputs or a cache has left of them.
+
+    Nobody else writes the outputs now. An isolated copy may be writing to the caches: of theirs only what is old goes.
+    """
+    for leftover in (root / "checkpoints").glob(f".{stage}.*"):
         leftover.unlink(missing_ok=True)
+    for leftover in caches.glob("*/.*"):
+        with suppress(FileNotFoundError):
+            if now_s() - leftover.stat().st_mtime > LEFTOVER_S:
+                leftover.unlink()
+
+
+def _held_run_folder(stack: ExitStack, runs: Path, stage: str, key: str, *, recorded: bool) -> RunFolder:
+    """The run folder to go on in, held until `stack` closes. Where another workspace trains the recipe, waits for its end."""
+    while True:
+        folder = open_run_folder(runs, stage, key, recorded=recorded)
+        if waits := is_held(folder.lock):
+            print(f"{stage}: waits for another process with the same recipe ({folder.path})", file=sys.stderr, flush=True)
+        with ExitStack() as held:
+            held.enter_context(hold(folder.lock, wait=True))
+            if not waits or open_run_folder(runs, stage, key, recorded=recorded) == folder:  # it may be finished by now
+                stack.push(held.pop_all())
+                return folder
 
 
 @contextmanager
@@ -345,21 +374,21 @@ def _wait_for(followers: Sequence["subprocess.Popen[bytes]"]) -> int:
 
 def _describe(run: StageRun, key: str, params: Mapping[str, Any], known: Mapping[str, str]) -> None:
     before = read_json(run.folder.about)
-    uri = tracking_uri(run.root)
+    uri = tracking_uri(run.home)
     about = {
         "stage": run.stage,
         "name": run_name(run.stage, params),
         "uid": before.get("uid") or uuid.uuid4().hex,
         "attempt": before.get("attempt", 0) + 1,
         "started_s": before.get("started_s") or now_s(),
-        "root": str(run.root),
+        "root": str(run.home),
         "tracking_uri": uri,
         "params": params,
         "tags": run_tags(run.root, run.stage, key, known),
     }
     write_json(run.folder.about, about)
     start = f"resumes at step {run.resumed_step}" if about["attempt"] > 1 else "new"
-    print(f"{run.stage}: run {run.folder.path.relative_to(run.root)} ({start}), tracking {uri}", file=sys.stderr, flush=True)
+    print(f"{run.stage}: run {run.folder.path.relative_to(run.home)} ({start}), tracking {uri}", file=sys.stderr, flush=True)
 
 
 def _start_feeder(run: StageRun) -> None:
@@ -369,7 +398,7 @@ def _start_feeder(run: StageRun) -> None:
     with run.folder.feeder_log.open("ab") as log:
         subprocess.Popen(
             [sys.executable, "-m", "pipeline.tracking.feeder", str(run.folder.path)],
-            cwd=run.root,
+            cwd=run.home,  # an isolated copy may be removed before the feeder ends
             env={**os.environ, "PYTHONPATH": path},
             stdin=subprocess.DEVNULL,
             stdout=log,

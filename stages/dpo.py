@@ -2,7 +2,7 @@
 
 Reads   data/tokenizer, data/encoded/dpo, checkpoints/full_sft
 Writes  checkpoints/dpo.{pth,json}, metrics/dpo.json, plots/dpo.csv
-Scratch .runs/dpo/reference (the frozen policy's logprobs, by model and data)
+Scratch reference/ (the frozen policy's logprobs, by model and data)
 Run     dvc repro --single-item dpo
 """
 
@@ -24,7 +24,6 @@ from pipeline.training.supervised import SupervisedTask, total_steps, train_supe
 from pipeline.training.updater import Updater
 
 ENCODED, SFT, OUT = Path("data/encoded/dpo"), Path("checkpoints/full_sft.pth"), Path("checkpoints/dpo.pth")
-SCRATCH = Path(".runs/dpo/reference")
 
 
 def main() -> None:
@@ -57,7 +56,8 @@ def main() -> None:
             known = digests(Path.cwd(), [ENCODED, SFT, "data/code/dpo.json"])
             draws = settings.seed, settings.epochs, settings.drop_empty_think_frac
             identity = f"{known} {draws} {device.autocast_dtype}"
-            scores = cached_reference(reference, train, held_out, device, SCRATCH, identity, epochs=settings.epochs)
+            folder = run.scratch / "reference"
+            scores = cached_reference(reference, train, held_out, device, folder, identity, epochs=settings.epochs)
         else:
             scores = live_reference(reference, device)
         objective = DirectPreference(model, scores, device, settings)

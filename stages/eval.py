@@ -3,7 +3,7 @@
 Reads   data/tokenizer, data/encoded/{pretrain,dpo}, data/prepared/{dpo,rlaif,agent}, checkpoints/*, plots/*,
         external/{<reward.external>,<tools.extra>}
 Writes  metrics/eval.json, reports/eval.md, reports/curves/*.png
-Scratch .runs/eval/cache (row values by model, panel and code)
+Scratch cache/ (row values by model, panel and code)
 Run     dvc repro --single-item eval
 """
 
@@ -20,7 +20,7 @@ def main() -> None:
     params = load_params()
     declared = declaration("eval", params)
     with stage_run("eval", params=declared.params, inputs=declared.deps, runtime=params.runtime) as run:
-        measured = measure_all(params, declared.deps, declared.params, Path(".runs/eval/cache"), announce=run.announce)
+        measured = measure_all(params, declared.deps, declared.params, run.scratch / "cache", announce=run.announce)
         for model, examined in measured.items():
             run.log_samples(0, [{"model": model, **row} for row in examined.samples])
         values = {model: examined.values for model, examined in measured.items()}

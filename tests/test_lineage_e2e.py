@@ -180,6 +180,18 @@ def test_checkpoints_load_and_differ_from_their_parents(lineage: Lineage) -> Non
     assert not [key for key in set(reward) & set(base) if torch.equal(reward[key], base[key])]
 
 
+def test_reports_find_the_mlflow_run_of_every_stage(lineage: Lineage) -> None:
+    from pipeline.lineage.records import tracked_run
+
+    root = lineage.project.root
+    for stage in TRACKED:
+        (folder,) = run_folders(lineage.project, stage)
+        found = tracked_run(root, root, stage)
+        assert found is not None and not found.served
+        assert found.url.rpartition("/")[2] == load_json(folder / "feeder.json")["run_id"]
+    assert tracked_run(root, root, "code") is None
+
+
 # Declared = real
 
 

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 
+from pipeline.checkpoint.files import write_atomically
 from pipeline.evaluation.panel import Examination, RowValues
 from pipeline.evaluation.statistics import Estimate, Verdict, mean, proportion, ratio, verdict
 
@@ -70,7 +71,7 @@ def verdicts_of(measured: Mapping[str, RowValues], confidence: float) -> dict[st
 def cached(folder: Path, identity: str, measure: Callable[[], Examination]) -> Examination:
     """What is stored for `identity` (everything that decides it), or newly measured and stored.
 
-    A torn or foreign file counts as absent.
+    A torn or foreign file counts as absent. Any number of processes may use the folder at once.
     """
     path = folder / f"{sha256(identity.encode()).hexdigest()[:32]}.json"
     try:
@@ -78,7 +79,6 @@ def cached(folder: Path, identity: str, measure: Callable[[], Examination]) -> E
     except (FileNotFoundError, ValueError, TypeError):
         measured = measure()
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(asdict(measured), sort_keys=True, allow_nan=False), encoding="utf-8")
-    temporary.replace(path)
+    content = json.dumps(asdict(measured), sort_keys=True, allow_nan=False).encode()
+    write_atomically(path, lambda file: file.write(content))
     return measured

@@ -1,7 +1,10 @@
 """What `dvc repro` would run, and why: `dvc status` names the stages whose own inputs changed, not those behind them."""
 
 import difflib
+import hashlib
+import json
 import os
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,6 +15,10 @@ from pipeline.errors import ParamsError
 
 if TYPE_CHECKING:
     from dvc.stage import PipelineStage
+
+
+IN_PROCESS = threading.Lock()
+"""DVC is not made for several threads, and the members of a sweep plan at any time."""
 
 
 class Verdict(StrEnum):
@@ -32,12 +39,14 @@ class Planned:
         stage: its name, such as `data@pretrain`.
         causes: what changed, such as `grpo.lr modified`; for `MAY_RUN` the stages it waits for.
         parents: the stages whose outputs it reads.
+        recipe: a digest of its command, parameters and inputs where these are known and it runs: equal ones give the same result.
     """
 
     stage: str
     verdict: Verdict
     causes: list[str]
     parents: list[str]
+    recipe: str | None = None
 
 
 def read_plan(root: Path, targets: Sequence[str] = (), *, unsettled: Collection[str] = ()) -> list[Planned]:
@@ -57,7 +66,7 @@ def read_plan(root: Path, targets: Sequence[str] = (), *, unsettled: Collection[
     from dvc.repo import Repo  # slow to import, and only who plans needs it
     from dvc.repo.reproduce import get_active_graph, plan_repro
 
-    with Repo(os.fspath(root)) as repo:
+    with IN_PROCESS, Repo(os.fspath(root)) as repo:
         graph = get_active_graph(repo.index.graph)
         chosen = [stage for target in targets for stage in _named(graph, target)]
         planned: dict[str, Planned] = {}
@@ -84,8 +93,22 @@ def _planned(
     waits = [name for name in parents if planned[name].verdict is not Verdict.UP_TO_DATE]
     pending = {out.fs_path for parent in before if parent.name in waits for out in parent.outs}
     if causes := list(_own_causes(stage, pending)):
-        return Planned(stage.name, Verdict.RUNS, causes, parents)
+        return Planned(stage.name, Verdict.RUNS, causes, parents, None if waits else _recipe(stage))
     return Planned(stage.name, Verdict.MAY_RUN if waits else Verdict.UP_TO_DATE, [f"{name} runs" for name in waits], parents)
+
+
+def _recipe(stage: "PipelineStage") -> str | None:
+    """What DVC's run cache looks results up by, as a digest; None where an input is missing."""
+    from dvc.exceptions import DvcException
+    from dvc.stage.serialize import to_single_stage_lockfile
+
+    try:
+        stage.save_deps()
+    except DvcException:  # the stage itself will say so
+        return None
+    known = to_single_stage_lockfile(stage)
+    recipe = [known.get("cmd"), known.get("deps"), known.get("params"), sorted(out.def_path for out in stage.outs)]
+    return hashlib.sha256(json.dumps(recipe, default=str).encode()).hexdigest()[:16]
 
 
 def _own_causes(stage: "PipelineStage", pending: Collection[str]) -> Iterator[str]:

@@ -9,7 +9,7 @@
 """
 
 from pipeline.supervise.exits import exit_on_error, explain, lasting_stderr
-from pipeline.supervise.locks import hold, is_held
+from pipeline.supervise.locks import hold, hold_unless, is_held
 from pipeline.supervise.signals import Stopped, StopSignals
 
-__all__ = ["StopSignals", "Stopped", "exit_on_error", "explain", "hold", "is_held", "lasting_stderr"]
+__all__ = ["StopSignals", "Stopped", "exit_on_error", "explain", "hold", "hold_unless", "is_held", "lasting_stderr"]

@@ -2,11 +2,14 @@
 
 import fcntl
 import os
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from pipeline.errors import HeldError, PipelineError
+
+POLL_S = 0.5
 
 
 @contextmanager
@@ -39,6 +42,20 @@ def hold(path: Path, *, wait: bool) -> Iterator[None]:
         file.write(str(os.getpid()))
         file.flush()
         yield
+
+
+@contextmanager
+def hold_unless(stop: threading.Event, path: Path) -> Iterator[bool]:
+    """As `hold`, waiting for the present holder until `stop` is set; gives whether the lock is held."""
+    with ExitStack() as stack:
+        held = False
+        while not held and not stop.is_set():
+            try:
+                stack.enter_context(hold(path, wait=False))
+                held = True
+            except HeldError:
+                stop.wait(POLL_S)
+        yield held
 
 
 def is_held(path: Path) -> bool:

@@ -33,6 +33,8 @@ def run_tags(root: Path, stage: str, key: str, digests: Mapping[str, str]) -> di
     tags = {"dvc.stage": os.environ.get("DVC_STAGE", stage), "run.key": key, "version.python": platform.python_version()}
     tags |= {f"version.{name}": version(name) for name in LIBRARIES}
     tags |= {f"dvc.{path}": value for path, value in digests.items()}
+    if experiment := os.environ.get("DVC_EXP_NAME"):
+        tags["dvc.experiment"] = experiment
     commit = _git(root, "rev-parse", "HEAD")
     if commit is not None:
         changes = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", *_WRITTEN_BY_STAGES)

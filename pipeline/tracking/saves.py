@@ -15,6 +15,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
+from pipeline.supervise import is_held
 from pipeline.tracking.recorder import checksum
 from pipeline.tracking.run_folder import RunFolder, named, read_json, replace, write_json
 
@@ -101,9 +102,11 @@ def prune_finished(stage_folder: Path, finished: RunFolder) -> None:
 
     DVC takes over what a run made after its process has ended; until then the last save can make it again.
     """
-    for path in [path.parent for path in stage_folder.glob("*/*/exit.json")]:
-        if read_json(path / "exit.json").get("code") == 0:
-            prune(RunFolder(path), 1 if path == finished.path else 0)
+    for folder in [RunFolder(path.parent) for path in stage_folder.glob("*/*/exit.json")]:
+        if folder == finished:
+            prune(folder, 1)
+        elif read_json(folder.exit).get("code") == 0 and not is_held(folder.lock):
+            prune(folder, 0)
     for leftover in finished.path.glob("state-*.damaged"):
         if leftover.is_file():
             leftover.unlink()

@@ -1,0 +1,69 @@
+"""One experiment: stages brought up to date with other parameters, in an isolated copy, and kept for `dvc exp`."""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flows.rebuild import Ran, Workspace, bring_up_all
+from flows.report import publish
+from pipeline.lineage.experiment import open_experiment
+from pipeline.lineage.plan import read_plan
+from pipeline.lineage.records import TrackedRun, final_metrics, tracked_run
+
+
+class ExperimentFailed(Exception):
+    """Stages of an experiment failed; its copy is left for the next try."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """An experiment that was kept.
+
+    Attributes:
+        name: what `dvc exp apply` takes.
+        metrics: final ones of the stage that was asked for; of `eval` for `all`.
+        run: the MLflow run of that stage.
+    """
+
+    name: str
+    metrics: dict[str, float]
+    run: TrackedRun | None
+
+
+def run_experiment(root: Path, stage: str, overrides: Sequence[str], *, cores: int, stop: threading.Event) -> Finished:
+    """Brings `stage` up to date with the overrides, reports, and keeps what came out; the workspace `root` stays as it is.
+
+    Args:
+        root: the workspace.
+        stage: a stage, or `all`.
+        overrides: texts such as `grpo.lr=1e-4`.
+        cores: what its stages share.
+        stop: when set, stages save and end.
+
+    Raises:
+        ParamsError: an override or the stage is wrong.
+        DataError: a file that a stage reads is nowhere.
+        ExperimentFailed: a stage failed or was stopped.
+    """
+    with open_experiment(root, stage, overrides, stop) as experiment:
+        copy = experiment.workspace
+        workspace = Workspace(copy, cores, environment=experiment.environment, stop=stop)
+        ran: list[Ran] = []
+        bring_up_all(workspace, experiment.targets, ran)
+        failed = "; ".join(done.error for done in ran if done.error) or ("stopped" if stop.is_set() else "")
+        if failed:
+            closing = f"Its copy, `{copy}`, stays: the same overrides go on there."
+        else:
+            experiment.save()
+            name = experiment.name
+            closing = f"`dvc exp apply {name}` takes it into the workspace, `dvc exp branch {name}` makes a branch of it."
+        title = f"Experiment **{experiment.name}**: `{experiment}`"
+        plan = read_plan(copy, experiment.targets)
+        publish(stage, ran, plan, root=copy, home=root, title=title, closing=closing)
+        if failed:
+            raise ExperimentFailed(failed)
+        measured = "eval" if stage == "all" else stage
+        finished = Finished(experiment.name, final_metrics(copy, measured), tracked_run(copy, root, measured))
+        experiment.discard()
+        return finished

@@ -1,0 +1,160 @@
+"""The flow behind `minimind/sweep`: every combination of a grid of parameters as an experiment, a few at a time.
+
+prefect deployment run minimind/sweep -p stage=grpo -p grid='{"grpo.lr": [1e-4, 3e-4]}'
+"""
+
+import itertools
+import json
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from prefect import flow, task
+from prefect.artifacts import create_markdown_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.futures import PrefectFuture
+from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
+
+from flows.experiments import Finished, run_experiment
+from flows.report import EVAL_HEADLINES, HEADLINES, Goal, artifact_key, cell, link, number, ui_hint
+from pipeline.errors import ParamsError
+from pipeline.lineage.experiment import Experiment, describe
+from pipeline.lineage.plan import read_plan
+
+ROOT = Path(__file__).resolve().parents[1]
+POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One combination, as overrides, and how its experiment ended: with a result or an error."""
+
+    overrides: tuple[str, ...]
+    experiment: Experiment
+    finished: Finished | None = None
+    error: str = ""
+
+
+@task(name="member", task_run_name="{name}", cache_policy=NO_CACHE, persist_result=False)
+def run_member(name: str, stage: str, overrides: Sequence[str], cores: int, stop: threading.Event) -> Finished:
+    """One experiment; its stages are tasks of their own."""
+    return run_experiment(ROOT, stage, overrides, cores=cores, stop=stop)
+
+
+@flow(name="minimind", task_runner=cast(TaskRunner[Any], ThreadPoolTaskRunner()), persist_result=False)
+def sweep(
+    stage: str,
+    grid: dict[str, list[Any]],
+    metric: str | None = None,
+    goal: Goal | None = None,
+    concurrency: int = 1,
+) -> None:
+    """Runs every combination of the grid as an experiment, and names the best.
+
+    Args:
+        stage: what each brings up to date, with all that it needs; `all` for everything.
+        grid: key of params.yaml to the values to try.
+        metric: what to go by: a key of metrics/<stage>.json; for `eval` and `all` a model's metric, such as `grpo/reward_mean`.
+            Left out: the first of the stage's headline metrics.
+        goal: whether more or less of it is better; known for headline metrics.
+        concurrency: experiments at a time; they share the cores.
+
+    Raises:
+        ParamsError: the grid or the metric is wrong.
+        RuntimeError: no member succeeded.
+    """
+    metric, goal = choose_metric(stage, grid, metric, goal)
+    members = combinations(stage, grid)
+    read_plan(ROOT, () if stage == "all" else (stage,))  # a stage that does not exist shows before any copy is made
+    if concurrency < 1:
+        raise ParamsError(f"concurrency={concurrency}: must be >= 1")
+    stop = threading.Event()
+    cores = max(1, (os.cpu_count() or 1) // min(concurrency, len(members)))
+    ended: list[Member] = []
+    try:
+        _run_all(members, stage, concurrency, cores, stop, ended)
+    finally:
+        stop.set()  # whatever ended the sweep, no stage outlives it
+        _publish(stage, ended, metric, goal)
+    if not any(member.finished for member in ended):
+        raise RuntimeError("no member succeeded: " + "; ".join(dict.fromkeys(member.error for member in ended)))
+
+
+def combinations(stage: str, grid: Mapping[str, Sequence[Any]]) -> list[Member]:
+    """Every combination of the grid's values; its values are JSON, which YAML reads alike.
+
+    Raises:
+        ParamsError: the grid is empty, or a combination is not valid.
+    """
+    if not grid or not all(isinstance(values, list) and values for values in grid.values()):
+        raise ParamsError('grid: must give each key a list of values, such as {"grpo.lr": [1e-4, 3e-4]}')
+    texts = [[f"{key}={json.dumps(value, ensure_ascii=False)}" for value in values] for key, values in grid.items()]
+    members = [Member(chosen, describe(ROOT, stage, chosen)) for chosen in itertools.product(*texts)]
+    return list({member.experiment.name: member for member in members}.values())  # values given twice are tried once
+
+
+def choose_metric(stage: str, grid: Mapping[str, Any], metric: str | None, goal: Goal | None) -> tuple[str, Goal]:
+    """The metric and its direction, where they are not given.
+
+    Raises:
+        ParamsError: there is no telling.
+    """
+    if stage in ("eval", "all"):
+        sections = [key.partition(".")[0] for key in grid]
+        known = {f"{model}/{key}": better for model in HEADLINES for key, better in EVAL_HEADLINES.items()}
+        default = next((f"{section}/{next(iter(EVAL_HEADLINES))}" for section in sections if section in HEADLINES), None)
+    else:
+        known = HEADLINES.get(stage, {})
+        default = next(iter(known), None)
+    metric = metric or default
+    if metric is None:
+        raise ParamsError(f"metric: must be given for stage {stage}, such as grpo/reward_mean of eval")
+    goal = goal or known.get(metric)
+    if goal is None:
+        raise ParamsError(f"goal: must be max or min, as {metric} is no headline metric of stage {stage} ({', '.join(known)})")
+    return metric, goal
+
+
+def _run_all(
+    members: Sequence[Member], stage: str, concurrency: int, cores: int, stop: threading.Event, ended: list[Member]
+) -> None:
+    """Runs at most `concurrency` members at a time, and notes in `ended` how each ended."""
+    waiting = list(members)
+    running: dict[str, tuple[Member, PrefectFuture[Finished]]] = {}
+    while waiting or running:
+        while waiting and len(running) < concurrency:
+            member = waiting.pop(0)
+            name = member.experiment.name
+            running[name] = member, run_member.submit(name, stage, member.overrides, cores, stop)
+        for name, (member, future) in list(running.items()):
+            future.wait(timeout=POLL_S)
+            if future.state.is_completed():
+                ended.append(replace(member, finished=future.result()))
+                del running[name]
+            elif future.state.is_final():
+                ended.append(replace(member, error=future.state.message or str(future.state.name)))
+                del running[name]
+
+
+def _publish(stage: str, ended: Sequence[Member], metric: str, goal: Goal) -> None:
+    """Writes the artifact `sweep-<stage>`: the members, the best one first, and how to take it."""
+
+    def value_of(member: Member) -> float | None:
+        return member.finished.metrics.get(metric) if member.finished else None
+
+    sign = -1 if goal == "max" else 1
+    ranked = sorted(ended, key=lambda member: (value_of(member) is None, sign * (value_of(member) or 0.0)))
+    lines = [f"| overrides | `{metric}` ({goal}) | state | run | experiment |", "| --- | --- | --- | --- | --- |"]
+    for member in ranked:
+        state, run = ("finished", link(member.finished.run)) if member.finished else (cell(member.error), "")
+        cells = f"`{cell(str(member.experiment))}` | {number(value_of(member))} | {state} | {run} | {member.experiment.name}"
+        lines.append(f"| {cells} |")
+    best = f"No member has `{metric}`."
+    if ranked and (value := value_of(ranked[0])) is not None:
+        name = ranked[0].experiment.name
+        best = f"Best: **{name}** with `{metric}` {number(value)}. `dvc exp apply {name}` takes it into the workspace."
+    hint = ui_hint(member.finished.run for member in ended if member.finished)
+    create_markdown_artifact("\n\n".join(filter(None, [best, "\n".join(lines), hint])), key=artifact_key(f"sweep-{stage}"))

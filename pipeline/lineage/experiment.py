@@ -1,0 +1,258 @@
+"""Experiments: changed parameters in an isolated copy of the workspace, kept as a DVC experiment, the workspace left alone.
+
+A copy lies in `.runs/experiments/<name>/workspace`: a git clone with the workspace's uncommitted edits, DVC's cache shared.
+Outputs are linked to the cache where the file system can; DVC removes them before a stage runs, so nothing writes through a link.
+What a copy trains, measures and caches is kept in the workspace's `.runs` and MLflow store (`pipeline.tracking.home`), so a run
+resumes whichever copy asks for it. A copy whose stages failed stays and is gone on with; a finished one is removed.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.digests import digest
+from pipeline.errors import DataError, PipelineError
+from pipeline.lineage.overrides import check_overrides, parse_overrides, shown, slug, write_overrides
+from pipeline.lineage.plan import IN_PROCESS, read_plan
+from pipeline.supervise import hold_unless
+from pipeline.tracking import home
+
+RECORDS = ("dvc.lock", "metrics", "plots")
+"""What stages write in tracked files: it follows from the rest, so it is no part of an experiment's identity."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """Overrides of one state of the workspace.
+
+    Attributes:
+        name: what `dvc exp apply` takes: the overrides in short and a digest of what is run.
+        root: the workspace.
+        stage: what is brought up to date; `all` for every stage.
+        overrides: key of params.yaml to value.
+        baseline: the commit that the workspace has checked out.
+    """
+
+    name: str
+    root: Path
+    stage: str
+    overrides: Mapping[str, Any]
+    baseline: str
+
+    @property
+    def folder(self) -> Path:
+        """Of the copy and, when it has finished, of what its stages said."""
+        return self.root / ".runs" / "experiments" / self.name
+
+    @property
+    def workspace(self) -> Path:
+        """The copy."""
+        return self.folder / "workspace"
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """For `read_plan`."""
+        return () if self.stage == "all" else (self.stage,)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of the processes that run in the copy."""
+        return {home.VARIABLE: str(home.home(self.root)), "DVC_EXP_NAME": self.name}
+
+    @property
+    def ref(self) -> str:
+        """Where git has the result, once it has finished."""
+        from dvc.repo.experiments.refs import ExpRefInfo
+
+        return str(ExpRefInfo(self.baseline, self.name))
+
+    def __str__(self) -> str:
+        return " ".join(f"{key}={shown(value)}" for key, value in self.overrides.items())
+
+    def save(self) -> None:
+        """Makes the copy's state a DVC experiment of the workspace, over one of the same name.
+
+        `dvc exp save` is not used: it commits every stage as if it were up to date, and a file of its own.
+        """
+        _git(self.workspace, "add", "--all")
+        tree = _git(self.workspace, "write-tree")
+        if tree == _git(self.root, "rev-parse", "--quiet", "--verify", f"{self.ref}^{{tree}}", allow_failure=True):
+            return
+        author: list[str] = []
+        for key, nobody in (("user.name", "minimind"), ("user.email", "minimind@localhost")):
+            author += ["-c", f"{key}={_git(self.root, 'config', key, allow_failure=True) or nobody}"]
+        message = f"experiment {self.name}: {self}"
+        commit = _git(self.workspace, *author, "commit-tree", tree, "-p", self.baseline, "-m", message)
+        _git(self.workspace, "update-ref", self.ref, commit)
+        quiet = ("--quiet", "--no-tags", "--no-write-fetch-head", "--no-auto-maintenance")
+        _git(self.root, "fetch", *quiet, str(self.workspace), f"+{self.ref}:{self.ref}")
+
+    def discard(self) -> None:
+        """Removes the copy; the output logs of its stages stay, as `<stage>.log`."""
+        (self.folder / "ready").unlink(missing_ok=True)
+        for log in (self.workspace / ".runs").glob("*/output.log"):
+            log.replace(self.folder / f"{log.parent.name}.log")
+        shutil.rmtree(self.workspace)
+
+
+@contextmanager
+def open_experiment(root: Path, stage: str, overrides: Sequence[str], stop: threading.Event) -> Iterator[Experiment]:
+    """The experiment, with a copy in which its stages can run: the one left by an earlier try, else a new one.
+
+    It is one process's at a time; another one that asks for the same waits.
+
+    Args:
+        root: the workspace, a git repository with at least one commit.
+        stage: a stage of dvc.yaml, or `all`.
+        overrides: texts such as `grpo.lr=1e-4`.
+        stop: when set, waiting ends.
+
+    Raises:
+        ParamsError: an override or `stage` is wrong.
+        DataError: a file that a stage reads is nowhere.
+        PipelineError: git refuses, or the wait was stopped.
+    """
+    experiment = describe(root, stage, overrides)
+    with hold_unless(stop, experiment.folder / "lock") as held:
+        if not held:
+            raise PipelineError(f"{experiment.name}: stopped while another process ran the same experiment")
+        if not (experiment.folder / "ready").exists():
+            try:
+                _make_copy(experiment)
+            except BaseException:
+                shutil.rmtree(experiment.workspace, ignore_errors=True)
+                raise
+            (experiment.folder / "ready").touch()
+        yield experiment
+
+
+def describe(root: Path, stage: str, overrides: Sequence[str]) -> Experiment:
+    """The experiment that the overrides make of the workspace as it is now.
+
+    Raises:
+        ParamsError: an override is wrong.
+        PipelineError: the workspace is no git repository with a commit.
+    """
+    values = parse_overrides(overrides)
+    check_overrides(root, values)
+    baseline = _git(root, "rev-parse", "HEAD")
+    edits = {path: _content(root / path) for path in _edits(root) if Path(path).parts[0] not in RECORDS}
+    identity = json.dumps([stage, values, baseline, edits], sort_keys=True)
+    return Experiment(f"{slug(values)}-{hashlib.sha256(identity.encode()).hexdigest()[:7]}", root, stage, values, baseline)
+
+
+def _edits(root: Path) -> list[str]:
+    """Tracked files that differ from the commit or are gone, and files that are neither tracked nor ignored."""
+    changed = _git(root, "diff", "--name-only", "--no-renames", "-z", "HEAD")
+    new = _git(root, "ls-files", "--others", "--exclude-standard", "-z")
+    return sorted({path for path in (changed + new).split("\0") if path and not path.endswith("/")})
+
+
+def _content(path: Path) -> str | None:
+    if path.is_symlink():
+        return f"link to {os.readlink(path)}"
+    return digest(path) if path.exists() else None
+
+
+def _make_copy(experiment: Experiment) -> None:
+    root, copy = experiment.root, experiment.workspace
+    shutil.rmtree(copy, ignore_errors=True)  # what is left of a try that was killed
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    _git(root, "clone", "--quiet", "--no-checkout", str(root), str(copy))
+    _git(copy, "checkout", "--quiet", "--detach", experiment.baseline)
+    if _git(root, "rev-parse", "--quiet", "--verify", experiment.ref, allow_failure=True):
+        _git(copy, "fetch", "--quiet", "--no-tags", str(root), experiment.ref)
+        _git(copy, "read-tree", "--reset", "-u", "FETCH_HEAD")
+    else:
+        for path in _edits(root):
+            _take_over(root / path, copy / path)
+        write_overrides(copy / "params.yaml", experiment.overrides)
+    _link_sources(root, copy)
+    # A process of its own: DVC's checkout is not made for several threads.
+    command = [sys.executable, "-m", "dvc", "checkout", "--quiet", "--force", "--allow-missing"]
+    _run(command, copy)
+    needed = {planned.stage for planned in read_plan(copy, experiment.targets)}
+    if absent := [(stage, path) for stage, path in _absent_sources(copy) if stage in needed]:
+        raise DataError(*(f"{path}: no such file, and stage {stage} reads it; put it there" for stage, path in absent))
+
+
+def _take_over(source: Path, target: Path) -> None:
+    if target.is_dir() and not target.is_symlink():
+        shutil.rmtree(target)
+    target.unlink(missing_ok=True)
+    if source.is_symlink() or source.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _link_sources(root: Path, copy: Path) -> None:
+    """Shares DVC's cache and settings with the copy, and links what stages read and git ignores."""
+    from dvc.repo import Repo
+
+    with IN_PROCESS, Repo(os.fspath(root)) as original, Repo(os.fspath(copy)) as repo:
+        with repo.config.edit("local") as config:
+            for section, values in original.config.read("local").items():
+                config.setdefault(section, {}).update(values)
+            config.setdefault("cache", {})["dir"] = original.cache.local_cache_dir
+            config["cache"].setdefault("type", "reflink,hardlink,copy")
+            config.setdefault("core", {})["site_cache_dir"] = os.fspath(copy / ".dvc" / "tmp" / "site")
+        sources = sorted({path for _, path in _sources(repo) if not path.startswith("..")})
+        ignored = _git(root, "ls-files", "--others", "--ignored", "--exclude-standard", "-z", "--", *sources) if sources else ""
+        for path in ignored.split("\0"):
+            if path and not repo.dvcignore.is_ignored(repo.fs, os.fspath(copy / path)):
+                _link(root / path, copy / path)
+
+
+def _absent_sources(copy: Path) -> list[tuple[str, str]]:
+    from dvc.repo import Repo
+
+    with IN_PROCESS, Repo(os.fspath(copy)) as repo:
+        return [(stage, path) for stage, path in _sources(repo) if not (copy / path).exists()]
+
+
+def _sources(repo: Any) -> Iterator[tuple[str, str]]:
+    """Stage and path, relative to the repository, of every file or folder that is read and that no stage writes."""
+    outs = {Path(out.fs_path) for out in repo.index.outs}
+    for stage in repo.index.stages:
+        for dep in stage.deps:
+            path = Path(dep.fs_path)
+            if not outs.intersection([path, *path.parents]):
+                yield stage.name, os.path.relpath(path, repo.root_dir)
+
+
+def _link(source: Path, target: Path) -> None:
+    """Hard links, which cost no space and outlive a renamed original; copies where the file system has none."""
+    if source.is_dir():
+        for entry in source.iterdir():
+            _link(entry, target / entry.name)
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source.resolve(), target)
+    except OSError:  # another file system, or one without links
+        shutil.copy2(source, target)
+
+
+def _git(root: Path, *arguments: str, allow_failure: bool = False) -> str:
+    return _run(["git", *arguments], root, allow_failure=allow_failure)
+
+
+def _run(command: Sequence[str], root: Path, *, allow_failure: bool = False) -> str:
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    done = subprocess.run(
+        command, cwd=root, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    if done.returncode and not allow_failure:
+        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise PipelineError(f"{root}: `{' '.join(command[:4])}` failed, which an experiment needs: {said}")
+    return done.stdout.strip("\n")

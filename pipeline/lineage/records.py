@@ -1,0 +1,76 @@
+"""What the stages of a workspace left to read: final metrics, and the MLflow runs that made them."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import PipelineError
+from pipeline.lineage.declaration import declaration
+from pipeline.params import load_params
+from pipeline.tracking.run_folder import read_json, run_key
+from pipeline.tracking.store import is_server
+from pipeline.yaml_files import read_yaml
+
+LOCAL_UI = "http://127.0.0.1:5000"
+"""Where `make ui` shows a store that no server owns."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedRun:
+    """An MLflow run.
+
+    Attributes:
+        url: its page.
+        served: whether a tracking server shows it; otherwise `make ui` must run.
+    """
+
+    url: str
+    served: bool
+
+
+def final_metrics(root: Path, stage: str) -> dict[str, float]:
+    """`metrics/<stage>.json`; the nested one of eval as `<model>/<metric>`. Empty where there is none."""
+    path = root / "metrics" / f"{stage}.json"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise PipelineError(f"{path}: not JSON: {error}") from None
+    flat: dict[str, float] = {}
+    for name, value in values.items():
+        flat |= {f"{name}/{key}": number for key, number in value.items()} if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def tracked_run(root: Path, home: Path, stage: str) -> TrackedRun | None:
+    """The MLflow run that made the outputs which dvc.lock has; None for a stage without one, or where it is not known (yet).
+
+    Args:
+        root: the repository, or an isolated copy.
+        home: where its run folders are (`pipeline.tracking.home`).
+        stage: the stage.
+    """
+    runs = home / ".runs" / stage
+    if not any(runs.glob("*/*/run.json")):
+        return None
+    locked = read_yaml(root / "dvc.lock")["stages"].get(stage)
+    if locked is None:
+        return None
+    recipe = runs / _key(root, stage, locked)
+    for folder in sorted(recipe.glob("*"), key=lambda path: int(path.name) if path.name.isdecimal() else 0, reverse=True):
+        if read_json(folder / "exit.json").get("code") == 0 and (run_id := read_json(folder / "feeder.json").get("run_id")):
+            uri = read_json(folder / "run.json").get("tracking_uri", "")
+            served = is_server(uri)
+            return TrackedRun(f"{uri.rstrip('/') if served else LOCAL_UI}/#/runs/{run_id}", served)
+    return None
+
+
+def _key(root: Path, stage: str, locked: Mapping[str, Any]) -> str:
+    """The key of the run folder: from the digests in dvc.lock, so that nothing large is read again."""
+    digests = {dep["path"]: dep["md5"] for dep in locked.get("deps", [])}
+    code = digests.get(f"data/code/{stage}.json")
+    declared = declaration(stage, load_params(root / "params.yaml"), dvc_file=root / "dvc.yaml")
+    return run_key(stage, declared.params, {path: digests.get(path, "") for path in declared.deps}, code)

@@ -1,0 +1,144 @@
+"""The flows with overrides against a real, temporary Prefect server: experiments, sweeps, their reports, and stopping."""
+
+import _thread
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import small_lineage
+from prefect.artifacts import Artifact
+from prefect.testing.utilities import prefect_test_harness
+from small_lineage import ran
+
+from flows import minimind as minimind_module
+from flows import sweep as sweep_module
+from flows.experiments import ExperimentFailed
+from flows.minimind import minimind
+from flows.report import EVAL_HEADLINES, HEADLINES
+from flows.sweep import choose_metric, sweep
+from pipeline.errors import ParamsError
+from pipeline.lineage.records import final_metrics
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server() -> Iterator[None]:
+    with prefect_test_harness(server_startup_timeout=120):
+        yield
+
+
+@pytest.fixture(scope="module")
+def lineage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_lineage.make(tmp_path_factory.mktemp("lineage"))
+
+
+@pytest.fixture(autouse=True)
+def workspace(lineage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (lineage / "ran.txt").write_text("")
+    for module in (minimind_module, sweep_module):
+        monkeypatch.setattr(module, "ROOT", lineage)
+        monkeypatch.setattr(module.os, "cpu_count", lambda: 2)
+
+
+def report(key: str) -> str:
+    artifact = Artifact.get(key)
+    assert artifact is not None and isinstance(artifact.data, str)
+    return artifact.data
+
+
+def experiments(lineage: Path) -> list[str]:
+    return [name.rpartition("/")[2] for name in small_lineage.git(lineage, "for-each-ref", "refs/exps").splitlines()]
+
+
+@pytest.mark.faults
+def test_a_failed_experiment_goes_on_where_it_was_and_a_finished_one_runs_nothing(lineage: Path) -> None:
+    (lineage / "fails").touch()
+    overrides = ["pretrain.lr=1e-3", "grpo.lr=0.75"]
+    with pytest.raises(ExperimentFailed, match="grpo: told to fail"):
+        minimind("grpo", overrides)
+    (copy,) = (lineage / ".runs/experiments").glob("*/workspace")
+    assert f"`{copy}`, stays" in report("plan-grpo") and experiments(lineage) == []
+    (lineage / "fails").unlink()
+    minimind("grpo", overrides)
+    assert ran(lineage) == ["base 0.75", "grpo 0.75", "grpo 0.75"] and not copy.exists()
+    minimind("grpo", overrides)
+    assert len(ran(lineage)) == 3
+    (name,) = experiments(lineage)
+    text = report("plan-grpo")
+    assert f"Experiment **{name}**: `grpo.lr=0.75 pretrain.lr=1e-3`" in text and f"`dvc exp apply {name}`" in text
+    assert "| grpo | up to date | |  |" in text and "`reward/mean` 9.25, `policy/ref_kl` 0.5" in text
+
+
+def test_a_sweep_tries_all_names_the_best_and_survives_a_member(lineage: Path) -> None:
+    (lineage / "fails").touch()
+    sweep("grpo", {"grpo.lr": [0.75, 0.5, 0.25], "grpo.kl_coef": [0.02]}, concurrency=2)
+    (lineage / "fails").unlink()
+    assert sorted(ran(lineage)) == ["grpo 0.25", "grpo 0.5", "grpo 0.75"]
+    text = report("sweep-grpo")
+    best = next(name for name in experiments(lineage) if "lr-0.25" in name)
+    assert text.startswith(f"Best: **{best}** with `reward/mean` 9.75. `dvc exp apply {best}`")
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    assert [(row[1], row[2]) for row in rows[:2]] == [("9.75", "finished"), ("9.5", "finished")]
+    assert rows[2][1] == "" and "grpo: told to fail" in rows[2][2]
+
+
+@pytest.mark.faults
+def test_a_sweep_without_a_result_fails(lineage: Path) -> None:
+    (lineage / "fails").touch()
+    with pytest.raises(RuntimeError, match="no member succeeded.*grpo: told to fail"):
+        sweep("grpo", {"grpo.lr": [0.875]})
+    (lineage / "fails").unlink()
+
+
+@pytest.mark.faults
+def test_an_interrupted_sweep_stops_its_members_with_a_save(lineage: Path) -> None:
+    (lineage / "slow").touch()
+
+    def interrupt() -> None:
+        end = time.monotonic() + 90
+        while len(list(lineage.glob("started-*"))) < 2 and time.monotonic() < end:
+            time.sleep(0.1)
+        _thread.interrupt_main()
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        sweep("grpo", {"grpo.lr": [1.25, 1.5, 1.75]}, concurrency=2)
+    (lineage / "slow").unlink()
+    assert sorted(path.name for path in lineage.glob("saved-*")) == ["saved-1.25", "saved-1.5"]
+    assert not [child for child in psutil.Process().children(recursive=True) if "stages.run" in " ".join(child.cmdline())]
+    assert len(list((lineage / ".runs/experiments").glob("grpo-*-1.*/workspace"))) == 2  # for the next try
+
+
+@pytest.mark.parametrize(
+    ("grid", "options", "line"),
+    [
+        ({}, {}, "grid: must give each key a list"),
+        ({"grpo.lr": []}, {}, "grid: must give each key a list"),
+        ({"grpo.lrr": [1]}, {}, "grpo.lrr: unknown key; did you mean `lr`"),
+        ({"grpo.lr": [1e-4]}, {"concurrency": 0}, "concurrency=0: must be >= 1"),
+        ({"grpo.lr": [1e-4]}, {"metric": "reward/std"}, "goal: must be max or min, as reward/std is no headline metric"),
+    ],
+)
+def test_a_wrong_sweep_is_one_line(grid: dict[str, list[Any]], options: dict[str, Any], line: str) -> None:
+    with pytest.raises(ParamsError, match=line):
+        sweep("grpo", grid, **options)
+
+
+def test_metrics_to_go_by() -> None:
+    assert choose_metric("grpo", {"grpo.lr": [1]}, None, None) == ("reward/mean", "max")
+    assert choose_metric("pretrain", {"pretrain.lr": [1]}, None, None) == ("val/loss", "min")
+    assert choose_metric("eval", {"dpo.beta": [1]}, None, None) == ("dpo/reward_mean", "max")
+    assert choose_metric("all", {"dpo.beta": [1]}, "grpo/bits_per_byte", None) == ("grpo/bits_per_byte", "min")
+    with pytest.raises(ParamsError, match="metric: must be given for stage eval"):
+        choose_metric("eval", {"eval.temperature": [1]}, None, None)
+
+
+def test_headlines_are_among_the_metrics() -> None:
+    for stage, keys in HEADLINES.items():
+        assert set(keys) <= set(final_metrics(ROOT, stage)), stage
+    assert {f"grpo/{key}" for key in EVAL_HEADLINES} <= set(final_metrics(ROOT, "eval"))
