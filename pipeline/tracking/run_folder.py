@@ -9,7 +9,7 @@ Processes talk through these files alone:
 | state-STEP.pt, state-STEP.json | trainer, at each save | resumable state; its digest and the sizes of the two files above |
 | exit.json | trainer, at its end | exit code, reason, time; absent while it runs and after SIGKILL |
 | lock | trainer | held while it lives |
-| feeder.json, feeder.lock, feeder.log | feeder | what MLflow has received |
+| feeder.json, feeder.lock, feeder.log | feeder, replay | the MLflow run, and whether it has everything |
 """
 
 import hashlib
@@ -34,6 +34,15 @@ class RunFolder:
     """Paths of one run's files."""
 
     path: Path
+
+    @property
+    def root(self) -> Path:
+        """The repository; for the run of an experiment too, whose `.runs` is that of the workspace."""
+        return self.path.parents[3]
+
+    @property
+    def stage(self) -> str:
+        return self.path.parents[1].name
 
     @property
     def about(self) -> Path:
