@@ -286,7 +286,7 @@ def test_a_save_whose_records_are_damaged_is_skipped_before_training(
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"code": 1, "rea', b"[1]", b"\xff", bytes(20), b"[" * 10**5])
-@pytest.mark.parametrize("name", ["exit", "about", "cursor"])
+@pytest.mark.parametrize("name", ["exit", "about", "feeder_note"])
 def test_a_torn_description_counts_as_absent(
     repository: Path, capsys: pytest.CaptureFixture[str], name: str, torn: bytes
 ) -> None:
@@ -301,7 +301,7 @@ def test_a_torn_description_counts_as_absent(
         assert run.folder == folder and run.resumed_step == 4
     assert read_json(folder.exit)["code"] == 0 and read_json(folder.about)["stage"] == "grpo"
     said = capsys.readouterr().err.splitlines()
-    assert [line for line in said if "run .runs" not in line] == ([warning[:-1]] if name != "cursor" else [])
+    assert [line for line in said if "run .runs" not in line] == ([warning[:-1]] if name != "feeder_note" else [])
 
 
 def test_stray_files_beside_the_runs_are_passed_over(repository: Path) -> None:
@@ -546,7 +546,7 @@ def _feed(root: Path) -> int:
 def _mlflow_run(root: Path) -> Any:
     from mlflow import MlflowClient
 
-    return MlflowClient(os.environ["MLFLOW_TRACKING_URI"]).get_run(read_json(_folder(root).cursor)["run_id"])
+    return MlflowClient(os.environ["MLFLOW_TRACKING_URI"]).get_run(read_json(_folder(root).feeder_note)["run_id"])
 
 
 def _history(root: Path, key: str) -> list[tuple[int, float]]:
@@ -655,7 +655,7 @@ def test_a_living_trainer_is_followed_up_to_its_saves(tracked: Path) -> None:
             if step == 4:
                 run.save(step, {"step": step})
         end = time.monotonic() + 30
-        while not (read_json(run.folder.cursor) and len(_history(tracked, "loss")) == 4) and time.monotonic() < end:
+        while not (read_json(run.folder.feeder_note) and len(_history(tracked, "loss")) == 4) and time.monotonic() < end:
             time.sleep(0.05)
         time.sleep(0.3)
         assert [step for step, _ in _history(tracked, "loss")] == [1, 2, 3, 4]
@@ -694,7 +694,7 @@ def test_a_full_disk_keeps_nothing_from_mlflow(tracked: Path, monkeypatch: pytes
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         assert _feed(tracked) == 0
-    assert not list(folder.path.glob("*.tmp")) and not folder.cursor.exists()
+    assert not list(folder.path.glob("*.tmp")) and not folder.feeder_note.exists()
     assert _feed(tracked) == 0
     assert [step for step, _ in _history(tracked, "loss")] == [1, 2, 3] and _mlflow_run(tracked).info.status == "FAILED"
 
@@ -722,7 +722,7 @@ def test_a_lost_note_doubles_nothing(tracked: Path) -> None:
     folder = _record(tracked, range(1, 4))
     assert _feed(tracked) == 0
     sent = _mlflow_run(tracked).info.run_id
-    folder.cursor.write_text('{"run_id": "')
+    folder.feeder_note.write_text('{"run_id": "')
     assert _feed(tracked) == 0
     assert _mlflow_run(tracked).info.run_id == sent and [step for step, _ in _history(tracked, "loss")] == [1, 2, 3]
 

@@ -34,7 +34,7 @@ def _find(root: Path, name: str, folders: Sequence[RunFolder]) -> RunFolder:
     if named.about.exists():
         return named
     for folder in reversed(folders):
-        if name in (folder.stage, read_json(folder.cursor).get("run_id")):
+        if name in (folder.stage, read_json(folder.feeder_note).get("run_id")):
             return folder
     raise ParamsError(f"{name}: no run folder, no stage that has run here and no MLflow run of one; `ls .runs/*/*` shows them")
 

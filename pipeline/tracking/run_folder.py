@@ -73,7 +73,7 @@ class RunFolder:
         return self.path / "feeder.log"
 
     @property
-    def cursor(self) -> Path:
+    def feeder_note(self) -> Path:
         return self.path / "feeder.json"
 
     def state(self, step: int) -> Path:

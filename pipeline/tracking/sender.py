@@ -224,14 +224,14 @@ class Sender:
     def _write_note(self, run_id: str, complete: int | None) -> None:
         """feeder.json, for people and for `replay --all`; on a full disk what it says stays behind, no more."""
         try:
-            write_json(self._folder.cursor, {"run_id": run_id, "tracking_uri": self.uri, "complete": complete})
+            write_json(self._folder.feeder_note, {"run_id": run_id, "tracking_uri": self.uri, "complete": complete})
         except OSError as error:
-            note(f"{self._folder.cursor}: not written: {error}")
+            note(f"{self._folder.feeder_note}: not written: {error}")
 
 
 def is_complete(folder: RunFolder, uri: str | None = None) -> bool:
     """Whether feeder.json says that the store (at `uri`, or the run's own) has all that the last attempt left."""
-    about, noted = read_json(folder.about), read_json(folder.cursor)
+    about, noted = read_json(folder.about), read_json(folder.feeder_note)
     return noted.get("complete") == about.get("attempt") and noted.get("tracking_uri") == (uri or about.get("tracking_uri"))
 
 
