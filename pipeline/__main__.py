@@ -67,6 +67,21 @@ def replay(
         typer.echo(line)
 
 
+@app.command()
+def gc(
+    keep: Annotated[int, typer.Option(help="finished runs of each stage that keep samples and logs", min=1)] = 5,
+    days: Annotated[float, typer.Option(help="unfinished runs and caches stay this long after their last use", min=0)] = 14,
+    records: Annotated[bool, typer.Option("--records", help="finished runs beyond `keep` go with their records")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="remove it; without this nothing is removed")] = False,
+) -> None:
+    """Bound .runs, DVC's cache and MLflow's artifacts. Nothing goes that a rerun or a resume needs."""
+    from pipeline.commands.gc import collect
+    from pipeline.tracking.leftovers import DAY_S, Limits
+
+    for line in collect(Path.cwd(), Limits(keep, days * DAY_S, keep_records=not records), remove=yes):
+        typer.echo(line)
+
+
 Model = Annotated[str, typer.Argument(help="pretrain, full_sft, lora, dpo, ppo, grpo or agent")]
 
 

@@ -70,7 +70,7 @@ class Store:
             latest[metric.key] = max(metric, latest.get(metric.key, metric), key=lambda metric: (metric.step, metric.timestamp))
         data = SimpleNamespace(metrics=latest, tags=dict(run.tags))
         proto = SimpleNamespace(data=SimpleNamespace(metrics=list(latest.values())))
-        return SimpleNamespace(info=SimpleNamespace(run_id=run.id), data=data, to_proto=lambda: proto)
+        return SimpleNamespace(info=SimpleNamespace(run_id=run.id, status=run.status), data=data, to_proto=lambda: proto)
 
     def _create_run(self, experiment: str, *, start_time: int, tags: dict[str, str], run_name: str) -> Any:
         run = SimpleNamespace(
@@ -222,6 +222,23 @@ def test_whatever_interrupts_the_feeder_a_replay_leaves_each_point_once(attempts
         assert store.kept().status == "FINISHED"
         again = list(send_missing([folder], None))
         assert "sent 0 points and 0 samples" in again[0] and received(store.kept()) == expected(folder)
+
+
+def test_runs_that_a_hung_server_makes_late_go_and_false_confirmations_are_found_out(ended: RunFolder) -> None:
+    store = Store()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sending, "open_store", lambda uri, root: (store, "1"))
+        for _ in range(3):
+            store.create_run("1", start_time=0, tags={"run.uid": "u"}, run_name="grpo")
+        deaf = lambda run_id, metrics=(), **options: None  # noqa: E731
+        patch.setattr(store, "_log_batch", deaf)
+        with pytest.raises(PipelineError, match="fake: lacks what it has confirmed"):
+            list(send_missing([ended], None))
+        assert not is_complete(ended)
+        patch.undo()
+        patch.setattr(sending, "open_store", lambda uri, root: (store, "1"))
+        list(send_missing([ended], None))
+    assert received(store.kept()) == expected(ended) and is_complete(ended)
 
 
 @pytest.fixture

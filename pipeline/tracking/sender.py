@@ -104,7 +104,7 @@ class Sender:
         everything = final and bool(read_json(self._folder.exit))
         sizes = committed_sizes(self._folder)
         metrics_end = self._folder.metrics.stat().st_size if everything else sizes["metrics_bytes"]
-        samples_end = self._folder.samples.stat().st_size if everything else sizes["samples_bytes"]
+        samples_end = _size(self._folder.samples) if everything else sizes["samples_bytes"]
         arrived = self._arrived or self._open(final=final)
         self._arrived = None  # after a fault MLflow is asked anew
         self._send_metrics(arrived, metrics_end)
@@ -121,6 +121,9 @@ class Sender:
 
         Args:
             complete: whether all has been sent, which feeder.json then says.
+
+        Raises:
+            TRACKER_FAULTS: the run is not closed, or MLflow has not what it said that it had received.
         """
         client, experiment_id = self._store()
         run = self._find(client, experiment_id) or self._create(client, experiment_id)
@@ -129,8 +132,15 @@ class Sender:
         status = "FINISHED" if code == 0 else "KILLED" if code is None or code > 128 else "FAILED"
         client.set_tag(run.info.run_id, "exit.reason", end.get("reason", "killed; the process left no word"))
         client.set_terminated(run.info.run_id, status, _ms(end.get("time_s", now_s())))
+        if complete:
+            self._check(self._find(client, experiment_id), status)
         self._write_note(run.info.run_id, self._about["attempt"] if complete else None)
         return status
+
+    def _check(self, run: Run | None, status: str) -> None:
+        arrived, self._arrived = self._arrived, None
+        if not run or not arrived or run.info.status != status or _last_steps(run) != arrived.steps:
+            raise MlflowException(f"{self.uri} lacks what it has confirmed")
 
     def _follow_attempt(self) -> None:
         """Starts again at the top of the files when the trainer was restarted: it has cut them."""
@@ -154,8 +164,7 @@ class Sender:
         there = sorted(file.path for file in client.list_artifacts(run_id, SAMPLES))
         self._metrics_read = self._samples_read = self._samples_before = 0
         self._samples_seen = -1
-        steps = {metric.key: metric.step for metric in run.to_proto().data.metrics}
-        return Arrived(client, run_id, steps, tables, [path for path in there if path not in tables])
+        return Arrived(client, run_id, _last_steps(run), tables, [path for path in there if path not in tables])
 
     def _find(self, client: MlflowClient, experiment_id: str) -> Run | None:
         """This run in MLflow. A request to make it that a hung server answers late makes one more, which stays empty and goes."""
@@ -196,7 +205,7 @@ class Sender:
 
     def _send_samples(self, arrived: Arrived, end: int, final: bool) -> None:
         """Sends rows as tables that are named by their last step; those in flight get the rows that they were to have."""
-        new = list(_lines(self._folder.samples, self._samples_read, end))
+        new = list(_lines(self._folder.samples, self._samples_read, end)) if end else []
         last = _step(arrived.tables[-1]) if arrived.tables else -1
         rows = [row for row in new if row["step"] > last]
         before = self._samples_before + len(new) - len(rows)
@@ -240,8 +249,17 @@ def note(line: str) -> None:
     print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}", file=sys.stderr, flush=True)
 
 
+def _last_steps(run: Run) -> dict[str, int]:
+    return {metric.key: metric.step for metric in run.to_proto().data.metrics}
+
+
 def _ms(seconds: float) -> int:
     return round(seconds * 1000)
+
+
+def _size(samples: Path) -> int:
+    """In bytes; 0 for samples that `pipeline gc` has removed, which it does when a store has them."""
+    return samples.stat().st_size if samples.exists() else 0
 
 
 def _step(table: str) -> int:

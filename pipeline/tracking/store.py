@@ -25,9 +25,14 @@ def is_server(uri: str) -> bool:
     return not uri.startswith(("sqlite:", "file:", "/", "."))
 
 
+def artifact_folder(root: Path) -> Path:
+    """Of the artifacts beside a local store."""
+    return root.resolve() / "mlartifacts"
+
+
 def artifact_root(root: Path) -> str:
-    """URI of the folder for artifacts beside a local store."""
-    return (root.resolve() / "mlartifacts").as_uri()
+    """The same as a URI."""
+    return artifact_folder(root).as_uri()
 
 
 def limit_waiting() -> None:
