@@ -267,6 +267,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 # MLflow
 
 
+@pytest.mark.faults
 def test_deleted_mlflow_runs_go_with_their_artifacts_and_others_stay(root: Path) -> None:
     from pipeline.tracking.store import open_store, tracking_uri
 

@@ -188,7 +188,7 @@ attempt = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(attempt, min_size=1, max_size=3))
 def test_whatever_interrupts_the_feeder_a_replay_leaves_each_point_once(attempts: list[dict[str, Any]]) -> None:
     store = Store()

@@ -17,18 +17,17 @@ def collect(root: Path, limits: Limits, *, remove: bool) -> Iterator[str]:
     """Lines of a table: what may go, how much of it, and why; then the total. With `remove` it goes.
 
     Raises:
-        PipelineError: DVC's cache is in use, or a commit cannot be read; what comes before it in the table is done.
+        PipelineError: DVC's cache is in use, or a commit cannot be read; nothing is removed then.
     """
     links: Counter[tuple[int, int]] = Counter()
-    total = 0
+    sizes = [(leftover, freed_by(leftover.paths, links)) for leftover in _all(root, limits)]
     yield _row("what", "number", "bytes", "why")
-    for leftover in _all(root, limits):
-        size = freed_by(leftover.paths, links)
-        yield _row(leftover.what, str(len(leftover.paths)), shown(size), leftover.why)
-        total += size
+    for leftover, size in sizes:
         if remove and leftover.paths:
             leftover.remove()
-    yield _row("total", "", shown(total), "removed" if remove else "nothing removed yet: `python -m pipeline gc --yes` does it")
+        yield _row(leftover.what, str(len(leftover.paths)), shown(size), leftover.why)
+    total = shown(sum(size for _, size in sizes))
+    yield _row("total", "", total, "removed" if remove else "nothing removed yet: `python -m pipeline gc --yes` does it")
 
 
 def _all(root: Path, limits: Limits) -> Iterator[Leftover]:
@@ -50,7 +49,7 @@ def freed_by(paths: list[Path], links: Counter[tuple[int, int]]) -> int:
 
     Args:
         paths: of which some may be gone.
-        links: of files with several links (DVC's cache and what it links to), how many go with earlier calls: the last one frees.
+        links: of files with several links (DVC's cache and what it links to), how many were counted before: the last one frees.
     """
     size = 0
     for path in paths:
