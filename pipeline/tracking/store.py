@@ -54,7 +54,9 @@ def open_store(uri: str, root: Path) -> tuple["MlflowClient", str]:
         return _open(uri, None)
     with hold(root / ".mlflow.lock", wait=True):
         if uri.startswith(SQLITE):  # MLflow would try a file that cannot be opened for 100 seconds
-            with closing(sqlite3.connect(uri.removeprefix(SQLITE))) as connection:
+            file = Path(uri.removeprefix(SQLITE))
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with closing(sqlite3.connect(file)) as connection:
                 connection.execute("PRAGMA schema_version")
         return _open(uri, artifact_root(root))
 

@@ -120,6 +120,7 @@ class MlflowServer:
 @contextmanager
 def immutable(*paths: Path) -> Iterator[None]:
     """Makes files and folders read-only, for root too. Skips the test where the file system does not know how."""
+    assert all(path.exists() for path in paths)
     if subprocess.run(["chattr", "+i", *map(str, paths)], capture_output=True).returncode:
         pytest.skip("chattr +i is not possible here")
     try:
