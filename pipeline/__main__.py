@@ -75,7 +75,7 @@ def gc(
     yes: Annotated[bool, typer.Option("--yes", help="remove it; without this nothing is removed")] = False,
 ) -> None:
     """Bound .runs, DVC's cache and MLflow's artifacts. Nothing goes that a rerun or a resume needs."""
-    from pipeline.commands.gc import collect
+    from pipeline.lineage.housekeeping import collect
     from pipeline.tracking.leftovers import DAY_S, Limits
 
     for line in collect(Path.cwd(), Limits(keep, days * DAY_S, keep_records=not records), remove=yes):

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from dvc.repo import Repo
 
-from pipeline.commands.gc import collect, freed_by, shown
 from pipeline.errors import PipelineError
 from pipeline.lineage.cache import unused_in_cache
+from pipeline.lineage.housekeeping import collect, freed_by, shown
 from pipeline.params.schema import Runtime
 from pipeline.stage import stage_run
 from pipeline.supervise import hold
