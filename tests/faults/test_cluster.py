@@ -9,12 +9,11 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from faults.mlflow_server import wait_for
+from faults.prefect_server import prefect_server
 from prefect import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.utilities.schema_tools import is_valid_schema, validate
@@ -22,7 +21,6 @@ from prefect.utilities.templating import apply_values
 
 from flows import cluster
 from flows.cluster import WORKSPACE, deployments, read_pool
-from flows.local import is_healthy
 from pipeline.errors import ParamsError
 from pipeline.yaml_files import read_yaml
 
@@ -35,21 +33,11 @@ KINDS = {"docker": SETTINGS, "kubernetes": {**SETTINGS, "MINIMIND_NAMESPACE": "t
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A Prefect server that this process and its children talk to."""
-    home = tmp_path_factory.mktemp("prefect")
-    url = f"http://127.0.0.1:{PORT}/api"
-    variables = {"PREFECT_HOME": str(home), "PREFECT_API_URL": url, "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
-    with (home / "server.log").open("wb") as log:
-        command = [sys.executable, "-m", "prefect", "server", "start", "--port", str(PORT), "--no-ui"]
-        process = subprocess.Popen(command, env={**os.environ, **variables}, stdout=log, stderr=log)
-    try:
-        wait_for(lambda: is_healthy(url), 120, "the Prefect server")
-        with pytest.MonkeyPatch.context() as patch, temporary_settings({PREFECT_API_URL: url}):
-            for name, value in variables.items():
-                patch.setenv(name, value)
+    with prefect_server(tmp_path_factory.mktemp("prefect") / "home", PORT) as variables, pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        with temporary_settings({PREFECT_API_URL: variables["PREFECT_API_URL"]}):
             yield
-    finally:
-        process.terminate()
-        process.wait(60)
 
 
 @pytest.mark.faults

@@ -1,21 +1,17 @@
 """Four branches of the lineage at once, where everything that they share is made by whoever comes first."""
 
-import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from faults.mlflow_server import wait_for
+from faults.prefect_server import prefect_server
 from lineage.project import Project, copy_repository, yaml
 from mlflow import MlflowClient
-
-from flows.local import is_healthy
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
@@ -58,23 +54,6 @@ def forget(project: Project, lock: dict[str, Any]) -> None:
         yaml.dump({**lock, "stages": stages}, file)
 
 
-@contextmanager
-def prefect_server(home: Path) -> Iterator[dict[str, str]]:
-    """A server on a fresh home; the environment that leads to it."""
-    url = f"http://127.0.0.1:{PORT}/api"
-    variables = {"PREFECT_HOME": str(home), "PREFECT_API_URL": url, "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
-    home.mkdir()
-    with (home / "server.log").open("wb") as log:
-        command = [sys.executable, "-m", "prefect", "server", "start", "--port", str(PORT), "--no-ui"]
-        server = subprocess.Popen(command, env={**os.environ, **variables}, stdout=log, stderr=log)
-    try:
-        wait_for(lambda: is_healthy(url), 120, "the Prefect server")
-        yield variables
-    finally:
-        server.terminate()
-        server.wait(60)
-
-
 def finished_runs(project: Project) -> list[Any]:
     client = MlflowClient(f"sqlite:///{project.root}/mlflow.db")
     experiment = client.get_experiment_by_name("minimind")
@@ -88,7 +67,7 @@ def test_branches_that_start_at_once_on_fresh_stores_all_succeed(project: Projec
     for number in range(ROUNDS):
         forget(project, sequential)
         began = time.monotonic()
-        with prefect_server(tmp_path / f"prefect-{number}") as variables:
+        with prefect_server(tmp_path / f"prefect-{number}", PORT) as variables:
             environment = {**project.environment(**variables), "PYTHONPATH": str(project.root), "OMP_NUM_THREADS": "1"}
             command = [sys.executable, "-c", FLOW]
             done = subprocess.run(command, cwd=project.root, env=environment, capture_output=True, text=True, timeout=400)
