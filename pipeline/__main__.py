@@ -1,12 +1,13 @@
 """The command line: `python -m pipeline COMMAND`."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pipeline.errors import PipelineError
+from pipeline.errors import ParamsError, PipelineError
 from pipeline.lineage.profiles import use_profile
 from pipeline.params import load_params
 
@@ -44,6 +45,41 @@ def plan(
 
     for planned in read_plan(Path.cwd(), targets or ()):
         typer.echo(f"{planned.stage:<16} {planned.verdict:<10} {'; '.join(planned.causes)}".rstrip())
+
+
+@app.command()
+def replay(
+    runs: Annotated[list[str] | None, typer.Argument(help="run folders, stages (their newest run), ids of MLflow runs")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="every ended run that MLflow has not wholly")] = False,
+) -> None:
+    """Send MLflow what it lacks of runs: while it was away, or into another store (MLFLOW_TRACKING_URI)."""
+    from pipeline.tracking.replay import find_runs, incomplete_runs, send_missing  # imports MLflow
+    from pipeline.tracking.store import limit_waiting
+
+    if bool(runs) == everything:
+        raise ParamsError("replay: name runs, or give --all")
+    limit_waiting()
+    uri = os.environ.get("MLFLOW_TRACKING_URI")
+    folders = incomplete_runs(Path.cwd(), uri) if everything else find_runs(Path.cwd(), runs or [])
+    if not folders:
+        typer.echo("replay: MLflow has all runs")
+    for line in send_missing(folders, uri):
+        typer.echo(line)
+
+
+@app.command()
+def gc(
+    keep: Annotated[int, typer.Option(help="finished runs of each stage that keep samples and logs", min=1)] = 5,
+    days: Annotated[float, typer.Option(help="unfinished runs and caches stay this long after their last use", min=0)] = 14,
+    records: Annotated[bool, typer.Option("--records", help="finished runs beyond `keep` go with their records")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="remove it; without this nothing is removed")] = False,
+) -> None:
+    """Bound .runs, DVC's cache and MLflow's artifacts. Nothing goes that a rerun or a resume needs."""
+    from pipeline.lineage.housekeeping import collect
+    from pipeline.tracking.leftovers import DAY_S, Limits
+
+    for line in collect(Path.cwd(), Limits(keep, days * DAY_S, keep_records=not records), remove=yes):
+        typer.echo(line)
 
 
 Model = Annotated[str, typer.Argument(help="pretrain, full_sft, lora, dpo, ppo, grpo or agent")]

@@ -316,7 +316,7 @@ def test_a_save_whose_records_are_damaged_is_skipped_before_training(
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"code": 1, "rea', b"[1]", b"\xff", bytes(20), b"[" * 10**5])
-@pytest.mark.parametrize("name", ["exit", "about", "cursor"])
+@pytest.mark.parametrize("name", ["exit", "about", "feeder_note"])
 def test_a_torn_description_counts_as_absent(
     repository: Path, capsys: pytest.CaptureFixture[str], name: str, torn: bytes
 ) -> None:
@@ -331,7 +331,7 @@ def test_a_torn_description_counts_as_absent(
         assert run.folder == folder and run.resumed_step == 4
     assert read_json(folder.exit)["code"] == 0 and read_json(folder.about)["stage"] == "grpo"
     said = capsys.readouterr().err.splitlines()
-    assert [line for line in said if "run .runs" not in line] == ([warning[:-1]] if name != "cursor" else [])
+    assert [line for line in said if "run .runs" not in line] == ([warning[:-1]] if name != "feeder_note" else [])
 
 
 def test_stray_files_beside_the_runs_are_passed_over(repository: Path) -> None:
@@ -569,15 +569,15 @@ def tracked(repository: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 
 def _feed(root: Path) -> int:
-    from pipeline.tracking.feeder import Feeder
+    from pipeline.tracking.feeder import feed
 
-    return Feeder(_folder(root)).run()
+    return feed(_folder(root))
 
 
 def _mlflow_run(root: Path) -> Any:
     from mlflow import MlflowClient
 
-    return MlflowClient(os.environ["MLFLOW_TRACKING_URI"]).get_run(read_json(_folder(root).cursor)["run_id"])
+    return MlflowClient(os.environ["MLFLOW_TRACKING_URI"]).get_run(read_json(_folder(root).feeder_note)["run_id"])
 
 
 def _history(root: Path, key: str) -> list[tuple[int, float]]:
@@ -585,6 +585,10 @@ def _history(root: Path, key: str) -> list[tuple[int, float]]:
 
     history = MlflowClient(os.environ["MLFLOW_TRACKING_URI"]).get_metric_history(_mlflow_run(root).info.run_id, key)
     return [(metric.step, metric.value) for metric in history]
+
+
+def _tables(root: Path) -> list[str]:
+    return [entry["path"] for entry in json.loads(_mlflow_run(root).data.tags["mlflow.loggedArtifacts"])]
 
 
 def _record(root: Path, steps: range, *, save: int | None = None, end: Callable[[StageRun], None] | None = None) -> RunFolder:
@@ -672,17 +676,17 @@ def test_steps_that_failed_after_the_last_save_are_not_doubled_by_the_resume(tra
 
 
 def test_a_living_trainer_is_followed_up_to_its_saves(tracked: Path) -> None:
-    from pipeline.tracking.feeder import Feeder
+    from pipeline.tracking.feeder import feed
 
     with _open(tracked) as run:
-        feeder = threading.Thread(target=Feeder(run.folder).run)
+        feeder = threading.Thread(target=feed, args=(run.folder,))
         feeder.start()
         for step in range(1, 7):
             run.log(step, {"loss": float(step)})
             if step == 4:
                 run.save(step, {"step": step})
         end = time.monotonic() + 30
-        while read_json(run.folder.cursor).get("sent", [0])[0] < 4 and time.monotonic() < end:
+        while not (read_json(run.folder.feeder_note) and len(_history(tracked, "loss")) == 4) and time.monotonic() < end:
             time.sleep(0.05)
         time.sleep(0.3)
         assert [step for step, _ in _history(tracked, "loss")] == [1, 2, 3, 4]
@@ -713,41 +717,44 @@ def test_damaged_lines_do_not_stop_the_feeder(tracked: Path) -> None:
     assert _mlflow_run(tracked).info.status == "FAILED"
 
 
-@pytest.mark.parametrize("fed", [0, 2])
-def test_a_full_disk_leaves_no_mlflow_run_open(tracked: Path, monkeypatch: pytest.MonkeyPatch, fed: int) -> None:
-    """The cursor cannot be written, neither at the first connection nor after some steps have arrived."""
-    from mlflow import MlflowClient
-
+def test_a_full_disk_keeps_nothing_from_mlflow(tracked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("pipeline.tracking.feeder.GIVE_UP_S", 0.2)
-    if fed:
-        _record(tracked, range(1, fed + 1), save=fed, end=_interrupt)
-        assert _feed(tracked) == 0
-    folder = _record(tracked, range(fed + 1, 4), end=_interrupt)
+    folder = _record(tracked, range(1, 4), end=_interrupt)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
+        assert _feed(tracked) == 0
+    assert not list(folder.path.glob("*.tmp")) and not folder.feeder_note.exists()
+    assert _feed(tracked) == 0
+    assert [step for step, _ in _history(tracked, "loss")] == [1, 2, 3] and _mlflow_run(tracked).info.status == "FAILED"
+
+
+def test_a_store_without_room_for_artifacts_gets_metrics_and_the_truth(tracked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow import MlflowClient
+
+    def full(self: MlflowClient, *arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("pipeline.tracking.feeder.GIVE_UP_S", 0.2)
+    folder = _record(tracked, range(1, 4), end=_interrupt)
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, "log_dict", full)
         assert _feed(tracked) == 1
-    assert not list(folder.path.glob("*.tmp"))
-    client = MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
-    experiment = client.get_experiment_by_name("minimind")
-    assert experiment is not None
-    (run,) = client.search_runs([experiment.experiment_id], f"tags.`run.uid` = '{read_json(folder.about)['uid']}'")
+    run = _mlflow_run(tracked)
     assert run.info.status == "FAILED" and run.data.tags["exit.reason"] == "RuntimeError: grpo breaks"
     assert run.info.end_time == round(read_json(folder.exit)["time_s"] * 1000)
-    assert len(client.get_metric_history(run.info.run_id, "loss")) == fed  # what could not be noted was not sent
-    assert _feed(tracked) == 0  # with space again
-    assert [step for step, _ in _history(tracked, "loss")] == [1, 2, 3] and _mlflow_run(tracked).info.run_id == run.info.run_id
+    assert len(_history(tracked, "loss")) == 3
+    assert _feed(tracked) == 0
+    assert len(_history(tracked, "loss")) == 3 and _tables(tracked) == ["samples/00000003.json"]
 
 
-def test_a_lost_cursor_doubles_nothing(tracked: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lost_note_doubles_nothing(tracked: Path) -> None:
     folder = _record(tracked, range(1, 4))
     assert _feed(tracked) == 0
     sent = _mlflow_run(tracked).info.run_id
-    folder.cursor.write_text('{"run_id": "')
+    folder.feeder_note.write_text('{"run_id": "')
     assert _feed(tracked) == 0
-    assert "feeder.json: unreadable" in capsys.readouterr().err
     assert _mlflow_run(tracked).info.run_id == sent and [step for step, _ in _history(tracked, "loss")] == [1, 2, 3]
 
 
@@ -776,11 +783,10 @@ def test_a_batch_without_confirmation_arrives_once(tracked: Path, monkeypatch: p
         if metrics:
             raise Death
 
-    folder = _record(tracked, range(1, 4), end=_interrupt)
+    _record(tracked, range(1, 4), end=_interrupt)
     with monkeypatch.context() as patch, pytest.raises(Death):
         patch.setattr(MlflowClient, "log_batch", die)
         _feed(tracked)
-    assert read_json(folder.cursor)["pending"] == [3, ["loss"]]
     time.sleep(0.01)
     _record(tracked, range(1, 6))
     _feed(tracked)
@@ -805,7 +811,7 @@ def test_without_a_server_the_feeder_gives_up_and_can_be_run_later(
 
 def test_tables_stay_few_and_complete(repository: Path) -> None:
     """2000 sample steps, each seen by itself: the tag that lists the tables must stay below 8000 characters."""
-    from pipeline.tracking.feeder import Feeder
+    from pipeline.tracking.sender import Arrived, Sender
 
     class Store:
         def __init__(self) -> None:
@@ -820,13 +826,13 @@ def test_tables_stay_few_and_complete(repository: Path) -> None:
             self.tag = value
 
     recorder = _record(repository, range(0))
-    feeder, server = Feeder(recorder), Store()
-    sent: Any = feeder._send_samples
+    sender, server = Sender(recorder), Store()
+    arrived = Arrived(server, "run", {}, [], [])  # type: ignore[arg-type]
     with recorder.samples.open("a") as file:
         for step in range(1, 2001):
             file.write(json.dumps({"step": step, "text": "x"}) + "\n")
             file.flush()
-            sent(server, file.tell(), step == 2000)
+            sender._send_samples(arrived, file.tell(), step == 2000)
             newest = int(sorted(server.tables)[-1][8:16])
             assert newest >= step / 1.25 - 1  # never far behind
     assert [row[0] for name in sorted(server.tables) for row in server.tables[name]] == list(range(1, 2001))

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from pipeline.errors import HeldError
+from pipeline.lineage.remote import pull_options, push_shared
 from pipeline.supervise.ancestry import handed_down
 from pipeline.tracking.run_folder import read_json
 
@@ -52,6 +53,9 @@ def bring_up(
         on_line: gets every line of output; `.runs/<stage>/output.log` keeps all of them.
         stop: when set, the stage is asked to save and stop.
         environment: variables on top of this process's own.
+
+    Raises:
+        PipelineError: the remote that the environment names (`pipeline.lineage.remote`) cannot be used.
     """
     log = root / ".runs" / stage / "output.log"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +71,7 @@ def _attempt(
     """One `dvc repro`, and whether it failed only because another process is at work."""
     started_s = time.time()
     tail: deque[str] = deque(maxlen=TAIL_LINES)
-    command = [sys.executable, "-m", "dvc", "repro", "--single-item", stage]
+    command = [sys.executable, "-m", "dvc", "repro", *pull_options(root), "--single-item", stage]
     with (
         log.open("a", encoding="utf-8") as file,
         subprocess.Popen(
@@ -89,6 +93,7 @@ def _attempt(
             on_line(tail[-1])
         process.wait()
     if process.returncode == 0:
+        push_shared(root, stage)
         return Outcome(0, "up to date"), False
     outcome = _failure(root, stage, started_s, process.returncode, list(tail))
     said = "\n".join(tail)

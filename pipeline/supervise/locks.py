@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from pipeline.errors import HeldError, PipelineError
 
@@ -24,20 +25,7 @@ def hold(path: Path, *, wait: bool) -> Iterator[None]:
         HeldError: another live process holds the lock.
         PipelineError: a file lies in place of the lock's folder, or a folder in place of the lock, or permission is missing.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = path.open("a+", encoding="utf-8")
-    except (FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
-        raise PipelineError(
-            f"{error.filename}: {error.strerror}, but {path} must be a file in a folder; make way for it"
-        ) from None
-    with lock as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip() or "unknown"
-            raise HeldError(f"{path}: held by the live process {holder}; wait for it, or stop it with `kill {holder}`") from None
+    with _locked(path, wait) as file:
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
@@ -56,6 +44,32 @@ def hold_unless(stop: threading.Event, path: Path) -> Iterator[bool]:
             except HeldError:
                 stop.wait(POLL_S)
         yield held
+
+
+def _locked(path: Path, wait: bool) -> TextIO:
+    """The file, open and locked. One that was moved away meanwhile (`pipeline gc`) locks nothing: the next is taken."""
+    while True:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = path.open("a+", encoding="utf-8")
+        except (FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+            raise PipelineError(
+                f"{error.filename}: {error.strerror}, but {path} must be a file in a folder; make way for it"
+            ) from None
+        except FileNotFoundError:  # the folder went between the two lines
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+                return lock
+        except BlockingIOError:
+            lock.seek(0)
+            holder = lock.read().strip() or "unknown"
+            lock.close()
+            raise HeldError(f"{path}: held by the live process {holder}; wait for it, or stop it with `kill {holder}`") from None
+        except FileNotFoundError:
+            pass
+        lock.close()
 
 
 def is_held(path: Path) -> bool:

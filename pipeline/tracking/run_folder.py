@@ -9,7 +9,7 @@ Processes talk through these files alone:
 | state-STEP.pt, state-STEP.json | trainer, at each save | resumable state; its checksum, and those of the files above |
 | exit.json | trainer, at its end | exit code, reason, time; absent while it runs and after SIGKILL |
 | lock | trainer | held while it lives |
-| feeder.json, feeder.lock, feeder.log | feeder | what MLflow has received |
+| feeder.json, feeder.lock, feeder.log | feeder, replay | the MLflow run, and whether it has everything |
 """
 
 import hashlib
@@ -42,6 +42,15 @@ class RunFolder:
         return self.path.parent.name
 
     @property
+    def root(self) -> Path:
+        """The repository; for the run of an experiment too, whose `.runs` is that of the workspace."""
+        return self.path.parents[3]
+
+    @property
+    def stage(self) -> str:
+        return self.path.parents[1].name
+
+    @property
     def about(self) -> Path:
         return self.path / "run.json"
 
@@ -70,7 +79,7 @@ class RunFolder:
         return self.path / "feeder.log"
 
     @property
-    def cursor(self) -> Path:
+    def feeder_note(self) -> Path:
         return self.path / "feeder.json"
 
     def state(self, step: int) -> Path:

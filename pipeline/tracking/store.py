@@ -1,6 +1,8 @@
 """Where MLflow keeps runs, and its one-time creation. Imports MLflow only inside the functions that talk to it."""
 
 import os
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +12,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 EXPERIMENT = "minimind"
+SQLITE = "sqlite:///"
 
 
 def tracking_uri(root: Path) -> str:
@@ -22,9 +25,20 @@ def is_server(uri: str) -> bool:
     return not uri.startswith(("sqlite:", "file:", "/", "."))
 
 
+def artifact_folder(root: Path) -> Path:
+    """Of the artifacts beside a local store."""
+    return root.resolve() / "mlartifacts"
+
+
 def artifact_root(root: Path) -> str:
-    """URI of the folder for artifacts beside a local store."""
-    return (root.resolve() / "mlartifacts").as_uri()
+    """The same as a URI."""
+    return artifact_folder(root).as_uri()
+
+
+def limit_waiting() -> None:
+    """Makes MLflow's client in this process give up on a server that hangs within seconds; the environment may say otherwise."""
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
 
 
 def open_store(uri: str, root: Path) -> tuple["MlflowClient", str]:
@@ -33,11 +47,17 @@ def open_store(uri: str, root: Path) -> tuple["MlflowClient", str]:
     A local store is opened under a lock: processes that create a SQLite store at once crash each other.
 
     Raises:
+        sqlite3.Error: the store's file cannot be read.
         MlflowException: the store cannot be reached, or another process made the experiment on a server just now.
     """
     if is_server(uri):
         return _open(uri, None)
     with hold(root / ".mlflow.lock", wait=True):
+        if uri.startswith(SQLITE):  # MLflow would try a file that cannot be opened for 100 seconds
+            file = Path(uri.removeprefix(SQLITE))
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with closing(sqlite3.connect(file)) as connection:
+                connection.execute("PRAGMA schema_version")
         return _open(uri, artifact_root(root))
 
 

@@ -1,0 +1,73 @@
+"""What `python -m pipeline gc` says and does: everything that grows, bounded, without a byte that a rerun or a resume needs."""
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipeline.lineage.cache import remove_unused, unused_in_cache
+from pipeline.tracking.discarded import discarded
+from pipeline.tracking.leftovers import Leftover, Limits, leftovers
+from pipeline.tracking.store import tracking_uri
+
+UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+def collect(root: Path, limits: Limits, *, remove: bool) -> Iterator[str]:
+    """Lines of a table: what may go, how much of it, and why; then the total. With `remove` it goes.
+
+    Raises:
+        PipelineError: DVC's cache is in use, or a commit cannot be read; nothing is removed then.
+    """
+    links: Counter[tuple[int, int]] = Counter()
+    sizes = [(leftover, freed_by(leftover.paths, links)) for leftover in _all(root, limits)]
+    yield _row("what", "number", "bytes", "why")
+    for leftover, size in sizes:
+        if remove and leftover.paths:
+            leftover.remove()
+        yield _row(leftover.what, str(len(leftover.paths)), shown(size), leftover.why)
+    total = shown(sum(size for _, size in sizes))
+    yield _row("total", "", total, "removed" if remove else "nothing removed yet: `python -m pipeline gc --yes` does it")
+
+
+def _all(root: Path, limits: Limits) -> Iterator[Leftover]:
+    found = leftovers(root, limits)
+    gone = {path for leftover in found for path in leftover.paths}
+    copies = [path.parent for path in (root / ".runs" / "experiments").glob("*/workspace/.dvc") if path.parents[1] not in gone]
+    yield from found
+    yield from discarded(root, tracking_uri(root))
+    yield Leftover(
+        "DVC's cache",
+        "in no commit, tag, branch, experiment or workspace",
+        unused_in_cache(root, copies),
+        lambda: remove_unused(root, copies),
+    )
+
+
+def freed_by(paths: list[Path], links: Counter[tuple[int, int]]) -> int:
+    """Bytes that removing these files and folders frees.
+
+    Args:
+        paths: of which some may be gone.
+        links: of files with several links (DVC's cache and what it links to), how many were counted before: the last one frees.
+    """
+    size = 0
+    for path in paths:
+        for file in [path] if not path.is_dir() else [Path(folder, name) for folder, _, names in os.walk(path) for name in names]:
+            if not file.is_symlink() and file.exists():
+                stat = file.stat()
+                links[stat.st_dev, stat.st_ino] += 1
+                size += stat.st_size if links[stat.st_dev, stat.st_ino] == stat.st_nlink else 0
+    return size
+
+
+def shown(size: int) -> str:
+    """A number of bytes for people: `12.3 MB`; exact below 1000."""
+    value, unit = float(size), 0
+    while value >= 1000 and unit < len(UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    return f"{value:.1f} {UNITS[unit]}" if unit else f"{size} B"
+
+
+def _row(what: str, number: str, size: str, why: str) -> str:
+    return f"{what:<34} {number:>7} {size:>10}  {why}"

@@ -1,0 +1,83 @@
+"""Runs whose records MLflow lacks: finding them, and sending what their feeders could not."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pipeline.errors import HeldError, ParamsError, PipelineError
+from pipeline.supervise import hold, is_held
+from pipeline.tracking.run_folder import RunFolder, read_json
+from pipeline.tracking.sender import TRACKER_FAULTS, Sender, is_complete
+
+
+def find_runs(root: Path, names: Sequence[str]) -> list[RunFolder]:
+    """The run folders that are meant.
+
+    Args:
+        root: the repository.
+        names: each the path of a run folder, a stage (its newest run) or the id of an MLflow run.
+
+    Raises:
+        ParamsError: a name is none of these.
+    """
+    folders = all_runs(root)
+    return [_find(root, name, folders) for name in names]
+
+
+def all_runs(root: Path) -> list[RunFolder]:
+    """Every run below `.runs`, in order of their last starts."""
+    abouts = (root / ".runs").glob("*/*/*/run.json")
+    return [RunFolder(path.parent) for path in sorted(abouts, key=lambda path: path.stat().st_mtime)]
+
+
+def _find(root: Path, name: str, folders: Sequence[RunFolder]) -> RunFolder:
+    named = RunFolder((root / name).resolve())
+    if named.about.exists():
+        return named
+    for folder in reversed(folders):
+        if name in (folder.stage, read_json(folder.feeder_note).get("run_id")):
+            return folder
+    raise ParamsError(f"{name}: no run folder, no stage that has run here and no MLflow run of one; `ls .runs/*/*` shows them")
+
+
+def send_missing(folders: Sequence[RunFolder], uri: str | None) -> Iterator[str]:
+    """Sends what is missing of each run and closes it in MLflow; gives a line per run.
+
+    Args:
+        folders: runs; those that are still training, or that their feeders still send, are refused.
+        uri: of the store; each run's own when None.
+
+    Raises:
+        PipelineError: at the end, with a line per run that could not be sent.
+    """
+    refused: list[str] = []
+    for folder in folders:
+        try:
+            yield _send(folder, uri)
+        except PipelineError as error:
+            refused += error.lines
+    if refused:
+        raise PipelineError(*refused)
+
+
+def _send(folder: RunFolder, uri: str | None) -> str:
+    name = folder.path.relative_to(folder.root)
+    with hold(folder.feeder_lock, wait=False):
+        if is_held(folder.lock):
+            raise HeldError(f"{name}: is still training, and its own feeder sends it")
+        sender = Sender(folder, uri)
+        try:
+            sender.send(final=True)
+            status = sender.close(complete=True)
+        except TRACKER_FAULTS as error:
+            said = str(error).partition("\n")[0]
+            raise PipelineError(
+                f"{name}: {sender.uri}: failed after {sender.points} points: {said}; mend it and replay again"
+            ) from error
+    return f"{name}: sent {sender.points} points and {sender.rows} samples; {status}, complete in {sender.uri}"
+
+    pass
+
+
+def incomplete_runs(root: Path, uri: str | None) -> list[RunFolder]:
+    """Runs that have ended and that the store has not wholly, as far as their feeder.json knows."""
+    return [folder for folder in all_runs(root) if not is_complete(folder, uri) and not is_held(folder.lock)]

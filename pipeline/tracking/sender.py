@@ -1,0 +1,279 @@
+"""Brings what a run folder holds to one MLflow run: every metric and sample once, whatever has arrived before.
+
+What MLflow has is asked of MLflow: the last step of every metric, and the tables that the run's tag lists. Points leave in the
+order of steps and a batch arrives as a whole or not at all, so "last step" says everything. Nothing has to be noted on this side:
+a sender that is killed at any place, an answer that is lost, a restored store and another store are all the same case.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from sqlite3 import Error as SqliteError
+from typing import Any
+
+from google.protobuf.json_format import ParseError
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param, Run, RunTag
+from mlflow.exceptions import MlflowException
+from sqlalchemy.exc import SQLAlchemyError
+
+from pipeline.errors import PipelineError
+from pipeline.tracking.description import flatten
+from pipeline.tracking.recorder import now_s
+from pipeline.tracking.run_folder import RunFolder, read_json, write_json
+from pipeline.tracking.saves import committed_sizes
+from pipeline.tracking.store import open_store
+
+TRACKER_FAULTS = (MlflowException, SQLAlchemyError, SqliteError, ParseError, ValueError, OSError)
+"""What a store that is stopped, hung, read-only, full or out of its mind makes of a call; a later one may succeed."""
+MAX_METRICS = 1000  # per request
+MAX_PARAMS = 100
+# MLflow finds tables through a tag of at most 8000 characters, about 100 tables. A table is sent once it holds this share
+# of the rows before it: their number grows with the logarithm of the rows, and none is ever rewritten.
+TABLE_GROWTH = 0.25
+TABLES_TAG = "mlflow.loggedArtifacts"
+SAMPLES = "samples"
+
+
+@dataclass
+class Arrived:
+    """What the MLflow run holds.
+
+    Attributes:
+        steps: the last step of every metric.
+        tables: artifacts that hold samples, in order of steps.
+        in_flight: further such artifacts, which the tag does not list: they may be torn, and are written again.
+        described: whether `params.json` is there.
+    """
+
+    client: MlflowClient
+    run_id: str
+    steps: dict[str, int]
+    tables: list[str]
+    in_flight: list[str]
+    described: bool = False
+
+
+class Sender:
+    """Sends one run folder to one MLflow run.
+
+    Args:
+        folder: the run.
+        uri: of the store; the one that the run was started with when left out.
+
+    Attributes:
+        points: metrics sent.
+        rows: samples sent.
+
+    Raises:
+        PipelineError: the folder has no readable run.json.
+    """
+
+    def __init__(self, folder: RunFolder, uri: str | None = None) -> None:
+        self.points = self.rows = 0
+        self._folder = folder
+        self._about = read_json(folder.about)
+        if not self._about:
+            raise PipelineError(f"{folder.about}: missing or unreadable; the next start of the stage writes it again")
+        self._uri = uri
+        self._arrived: Arrived | None = None
+        self._metrics_read = 0  # bytes
+        self._samples_read = self._samples_before = 0  # bytes, and the rows in them
+        self._samples_seen = -1
+
+    @property
+    def uri(self) -> str:
+        """Of the store that receives."""
+        return self._uri or str(self._about["tracking_uri"])
+
+    def send(self, *, final: bool) -> None:
+        """Sends what is missing: with a living trainer what a save has made final, after an orderly end everything.
+
+        Args:
+            final: whether the trainer has ended.
+
+        Raises:
+            TRACKER_FAULTS: not all is sent; the next call goes on.
+        """
+        self._follow_attempt()
+        everything = final and bool(read_json(self._folder.exit))
+        sizes = committed_sizes(self._folder)
+        metrics_end = self._folder.metrics.stat().st_size if everything else sizes["metrics_bytes"]
+        samples_end = _size(self._folder.samples) if everything else sizes["samples_bytes"]
+        arrived = self._arrived or self._open(final=final)
+        self._arrived = None  # after a fault MLflow is asked anew
+        self._send_metrics(arrived, metrics_end)
+        if not arrived.described:
+            arrived.client.log_dict(arrived.run_id, self._about["params"], "params.json")  # MLflow cuts long values short
+            arrived.described = True
+        if samples_end != self._samples_seen or final:
+            self._send_samples(arrived, samples_end, final)
+            self._samples_seen = samples_end
+        self._arrived = arrived
+
+    def close(self, *, complete: bool) -> str:
+        """Ends the MLflow run with the truth, and returns it: FINISHED for exit code 0, KILLED after a signal, FAILED otherwise.
+
+        Args:
+            complete: whether all has been sent, which feeder.json then says.
+
+        Raises:
+            TRACKER_FAULTS: the run is not closed, or MLflow has not what it said that it had received.
+        """
+        client, experiment_id = self._store()
+        run = self._find(client, experiment_id) or self._create(client, experiment_id)
+        end = read_json(self._folder.exit)
+        code = end.get("code")
+        status = "FINISHED" if code == 0 else "KILLED" if code is None or code > 128 else "FAILED"
+        client.set_tag(run.info.run_id, "exit.reason", end.get("reason", "killed; the process left no word"))
+        client.set_terminated(run.info.run_id, status, _ms(end.get("time_s", now_s())))
+        if complete:
+            self._check(self._find(client, experiment_id), status)
+        self._write_note(run.info.run_id, self._about["attempt"] if complete else None)
+        return status
+
+    def _check(self, run: Run | None, status: str) -> None:
+        arrived, self._arrived = self._arrived, None
+        if not run or not arrived or run.info.status != status or _last_steps(run) != arrived.steps:
+            raise MlflowException(f"{self.uri} lacks what it has confirmed")
+
+    def _follow_attempt(self) -> None:
+        """Starts again at the top of the files when the trainer was restarted: it has cut them."""
+        about = read_json(self._folder.about) or self._about
+        if about["attempt"] != self._about["attempt"]:
+            self._about, self._arrived = about, None
+
+    def _store(self) -> tuple[MlflowClient, str]:
+        return open_store(self.uri, self._folder.root)
+
+    def _open(self, *, final: bool) -> Arrived:
+        """The MLflow run, made when it is new, with params and tags, and what it holds."""
+        client, experiment_id = self._store()
+        run = self._find(client, experiment_id) or self._create(client, experiment_id)
+        run_id = run.info.run_id
+        self._write_note(run_id, None)
+        self._describe(client, run_id)
+        if not final:
+            client.update_run(run_id, status="RUNNING")
+        tables = [entry["path"] for entry in json.loads(run.data.tags.get(TABLES_TAG, "[]"))]
+        there = sorted(file.path for file in client.list_artifacts(run_id, SAMPLES))
+        self._metrics_read = self._samples_read = self._samples_before = 0
+        self._samples_seen = -1
+        return Arrived(client, run_id, _last_steps(run), tables, [path for path in there if path not in tables])
+
+    def _find(self, client: MlflowClient, experiment_id: str) -> Run | None:
+        """This run in MLflow. A request to make it that a hung server answers late makes one more, which stays empty and goes."""
+        found = client.search_runs([experiment_id], f"tags.`run.uid` = '{self._about['uid']}'")
+        fullest = sorted(found, key=lambda run: (-len(run.data.metrics), run.info.run_id))
+        for other in fullest[1:]:
+            if not other.data.metrics:
+                client.delete_run(other.info.run_id)
+        return fullest[0] if fullest else None
+
+    def _create(self, client: MlflowClient, experiment_id: str) -> Run:
+        about = self._about
+        tags = {"run.uid": about["uid"], "mlflow.source.name": f"stages/{about['stage']}.py"}
+        return client.create_run(experiment_id, start_time=_ms(about["started_s"]), tags=tags, run_name=about["name"])
+
+    def _describe(self, client: MlflowClient, run_id: str) -> None:
+        """Params never change within a recipe, so sending them again is harmless; tags may have changed."""
+        about = self._about
+        tags = {**about["tags"], "run.folder": str(self._folder.path), "run.resumed": str(about["attempt"] - 1)}
+        client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
+        params = [Param(name, value) for name, value in flatten(about["params"]).items()]
+        for start in range(0, len(params), MAX_PARAMS):
+            client.log_batch(run_id, params=params[start : start + MAX_PARAMS])
+
+    def _send_metrics(self, arrived: Arrived, end: int) -> None:
+        missing = self._missing_metrics(arrived.steps, end)
+        while batch := list(islice(missing, MAX_METRICS)):
+            arrived.client.log_batch(arrived.run_id, metrics=batch)
+            arrived.steps |= {metric.key: metric.step for metric in batch}
+            self.points += len(batch)
+        self._metrics_read = max(end, self._metrics_read)
+
+    def _missing_metrics(self, steps: dict[str, int], end: int) -> Iterator[Metric]:
+        for line in _lines(self._folder.metrics, self._metrics_read, end):
+            for key, value in line["metrics"].items():
+                if value is not None and line["step"] > steps.get(key, -1):
+                    yield Metric(key, value, _ms(line["time_s"]), line["step"])
+
+    def _send_samples(self, arrived: Arrived, end: int, final: bool) -> None:
+        """Sends rows as tables that are named by their last step; those in flight get the rows that they were to have."""
+        new = list(_lines(self._folder.samples, self._samples_read, end)) if end else []
+        last = _step(arrived.tables[-1]) if arrived.tables else -1
+        rows = [row for row in new if row["step"] > last]
+        before = self._samples_before + len(new) - len(rows)
+        while arrived.in_flight and rows and (final or rows[-1]["step"] >= _step(arrived.in_flight[0])):
+            name = arrived.in_flight[0]
+            part = [row for row in rows if row["step"] <= _step(name)]
+            self._send_table(arrived, name, part)
+            arrived.in_flight.pop(0)
+            rows, before = rows[len(part) :], before + len(part)
+        if arrived.in_flight or not rows or (not final and len(rows) < TABLE_GROWTH * before):
+            return
+        self._send_table(arrived, f"{SAMPLES}/{rows[-1]['step']:08d}.json", rows)
+        self._samples_read, self._samples_before = max(end, self._samples_read), before + len(rows)
+
+    def _send_table(self, arrived: Arrived, name: str, rows: list[dict[str, Any]]) -> None:
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        table = {"columns": columns, "data": [[row.get(key) for key in columns] for row in rows]}
+        arrived.client.log_dict(arrived.run_id, table, name)
+        tables = [*arrived.tables, name]
+        listed = json.dumps([{"path": path, "type": "table"} for path in tables])
+        arrived.client.set_tag(arrived.run_id, TABLES_TAG, listed)  # only now the table counts
+        arrived.tables = tables
+        self.rows += len(rows)
+
+    def _write_note(self, run_id: str, complete: int | None) -> None:
+        """feeder.json, for people and for `replay --all`; on a full disk what it says stays behind, no more."""
+        try:
+            write_json(self._folder.feeder_note, {"run_id": run_id, "tracking_uri": self.uri, "complete": complete})
+        except OSError as error:
+            note(f"{self._folder.feeder_note}: not written: {error}")
+
+
+def is_complete(folder: RunFolder, uri: str | None = None) -> bool:
+    """Whether feeder.json says that the store (at `uri`, or the run's own) has all that the last attempt left."""
+    about, noted = read_json(folder.about), read_json(folder.feeder_note)
+    return noted.get("complete") == about.get("attempt") and noted.get("tracking_uri") == (uri or about.get("tracking_uri"))
+
+
+def note(line: str) -> None:
+    """Prints a line with the time in front on stderr."""
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}", file=sys.stderr, flush=True)
+
+
+def _last_steps(run: Run) -> dict[str, int]:
+    return {metric.key: metric.step for metric in run.to_proto().data.metrics}
+
+
+def _ms(seconds: float) -> int:
+    return round(seconds * 1000)
+
+
+def _size(samples: Path) -> int:
+    """In bytes; 0 for samples that `pipeline gc` has removed, which it does when a store has them."""
+    return samples.stat().st_size if samples.exists() else 0
+
+
+def _step(table: str) -> int:
+    """The last step of a table, which is its name."""
+    return int(Path(table).stem)
+
+
+def _lines(path: Path, start: int, end: int) -> Iterator[dict[str, Any]]:
+    """The JSON lines between two byte positions; none when `end` lies before `start`.
+
+    What follows the last line's end is left out: a full disk or an end at once may have torn it. So are damaged lines.
+    """
+    with path.open("rb") as file:
+        file.seek(start)
+        while (left := end - file.tell()) > 0 and (line := file.readline(left)).endswith(b"\n"):
+            with suppress(ValueError):
+                yield json.loads(line)

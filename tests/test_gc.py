@@ -1,0 +1,320 @@
+"""`python -m pipeline gc`: what it frees, to the byte, and that nothing is lost that a rerun or a resume needs."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import chdir
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dvc.repo import Repo
+
+from pipeline.errors import PipelineError
+from pipeline.lineage.cache import unused_in_cache
+from pipeline.lineage.housekeeping import collect, freed_by, shown
+from pipeline.params.schema import Runtime
+from pipeline.stage import stage_run
+from pipeline.supervise import hold
+from pipeline.tracking.leftovers import DAY_S, Limits
+from pipeline.tracking.run_folder import RunFolder, read_json, write_json
+
+LIMITS = Limits(runs=1, age_s=DAY_S, keep_records=True)
+STAGES = """
+stages:
+  train:
+    cmd: echo ran >> ran.txt && mkdir -p metrics && cp seed weights && (echo of; cat seed) > metrics/train.json
+    deps: [seed]
+    outs: [weights]
+    metrics: [metrics/train.json: {cache: false}]
+  eval:
+    cmd: mkdir -p reports && cp weights reports/a && echo b > reports/b
+    deps: [weights]
+    outs: [reports]
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("DVC_SITE_CACHE_DIR", str(tmp_path / "site"))
+    root = tmp_path / "repository"
+    root.mkdir()
+    run(root, "git", "init", "-q")
+    Repo.init(str(root))
+    (root / "dvc.yaml").write_text(STAGES)
+    (root / ".gitignore").write_text("/.runs/\n/weights\n/reports\n/ran.txt\n")
+    return root
+
+
+def run(root: Path, *command: str) -> str:
+    identity = {f"GIT_{who}_{what}": "a@b" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    return subprocess.run(command, cwd=root, check=True, capture_output=True, text=True, env={**os.environ, **identity}).stdout
+
+
+def repro(root: Path) -> list[str]:
+    """The stages that ran or came back."""
+    with chdir(root), Repo() as repo:
+        return [stage.name for stage in repo.reproduce()]
+
+
+def train(root: Path, seed: str, *, commit: bool) -> None:
+    (root / "seed").write_text(seed)
+    repro(root)
+    if commit:
+        run(root, "git", "add", "--all")
+        run(root, "git", "commit", "-qm", seed)
+
+
+def size_of(folder: Path) -> int:
+    """Bytes on disk: a file with several links counts once."""
+    stats = [path.stat() for path in folder.rglob("*") if path.is_file()]
+    return sum({(stat.st_dev, stat.st_ino): stat.st_size for stat in stats}.values())
+
+
+def freed(lines: list[str]) -> dict[str, str]:
+    """Number and bytes by kind."""
+    rows = [re.match(r"(.+?)\s{2,}(\d*)\s+([\d.]+ \w+) ", line) for line in lines[1:]]
+    return {row[1].strip(): f"{row[2]} {row[3]}".strip() for row in rows if row}
+
+
+# DVC's cache
+
+
+def test_only_what_nothing_names_leaves_the_cache_and_every_commit_still_comes_back(root: Path) -> None:
+    train(root, "one\n", commit=True)
+    train(root, "two\n", commit=True)
+    run(root, "git", "checkout", "-q", "-b", "side")
+    train(root, "three\n", commit=True)
+    run(root, "git", "checkout", "-q", "-")
+    train(root, "tried\n", commit=False)
+    train(root, "four\n", commit=False)  # the workspace
+    cache = root / ".dvc" / "cache"
+    lines = list(collect(root, LIMITS, remove=False))
+    tried = [path for path in cache.rglob("*") if path.is_file() and b"tried\n" in path.read_bytes()]
+    assert len(tried) == 2 and set(tried) <= set(unused_in_cache(root))  # weights and metrics
+    before = size_of(cache)
+    assert list(collect(root, LIMITS, remove=True))[:-1] == lines[:-1]
+    assert freed(lines)["DVC's cache"].endswith(shown(before - size_of(cache))) and before > size_of(cache)
+    assert not any(path.exists() for path in tried) and unused_in_cache(root) == []
+    (root / "ran.txt").unlink()
+    assert repro(root) == []
+    for seed in ("one\n", "two\n", "three\n"):  # from the run cache, whose metrics no commit's outputs name
+        (root / "seed").write_text(seed)
+        for path in (root / "weights", root / "metrics" / "train.json"):
+            path.unlink()
+        assert repro(root) == ["train", "eval"]
+        assert (root / "metrics" / "train.json").read_text() == f"of\n{seed}" and (root / "reports" / "a").read_text() == seed
+    assert not (root / "ran.txt").exists()
+
+
+def test_what_an_experiments_copy_has_made_stays_while_the_copy_does(root: Path) -> None:
+    train(root, "one\n", commit=True)
+    copy = root / ".runs" / "experiments" / "lr" / "workspace"
+    copy.parent.mkdir(parents=True)
+    run(root, "git", "clone", "-q", str(root), str(copy))
+    (copy / ".dvc" / "config.local").write_text(f"[cache]\n    dir = {root}/.dvc/cache\n    type = hardlink\n")
+    train(copy, "other\n", commit=False)
+    (copy.parent / "lock").touch()
+    assert freed(list(collect(root, LIMITS, remove=True)))["DVC's cache"] == "0 0 B"
+    (root / "ran.txt").unlink()
+    for path in copy.parent.iterdir():
+        os.utime(path, (1, 1))
+    with hold(copy.parent / "lock", wait=False):
+        os.utime(copy.parent / "lock", (1, 1))
+        assert freed(list(collect(root, LIMITS, remove=True)))["experiments' copies"] == "0 0 B"
+    os.utime(copy.parent / "lock", (1, 1))
+    announced = list(collect(root, LIMITS, remove=False))
+    before = size_of(root)
+    assert list(collect(root, LIMITS, remove=True))[:-1] == announced[:-1]
+    assert not copy.exists() and freed(announced)["total"] == shown(before - size_of(root))
+    assert not freed(announced)["DVC's cache"].startswith("0 ")
+    assert repro(root) == []
+
+
+def test_a_cache_at_work_is_one_line(root: Path) -> None:
+    train(root, "one\n", commit=True)
+    with Repo(str(root)).lock, pytest.raises(PipelineError, match="another DVC command is at work"):
+        unused_in_cache(root)
+
+
+# Runs
+
+
+def record(root: Path, stage: str, key: str, number: int, *, code: int | None, age_days: float) -> RunFolder:
+    """A run whose files were last touched so long ago."""
+    folder = RunFolder(root / ".runs" / stage / key / str(number))
+    folder.path.mkdir(parents=True)
+    write_json(folder.about, {"attempt": 1, "stage": stage})
+    write_json(folder.feeder_note, {"run_id": "r", "tracking_uri": "u", "complete": 1})
+    for path in (folder.metrics, folder.samples, folder.feeder_log, folder.state(3), folder.commit(3), folder.lock):
+        path.write_text(path.name * 10)
+    if code is not None:
+        write_json(folder.exit, {"code": code})
+    for path in folder.path.iterdir():
+        os.utime(path, (time.time() - age_days * DAY_S,) * 2)
+    return folder
+
+
+def names(folder: RunFolder) -> set[str]:
+    return {path.name for path in folder.path.iterdir()} if folder.path.exists() else set()
+
+
+def test_runs_are_bounded_and_records_stay(root: Path) -> None:
+    train(root, "one\n", commit=True)
+    newest, old, unsent = (record(root, "grpo", "a", number, code=0, age_days=age) for number, age in ((3, 1), (2, 2), (1, 3)))
+    write_json(unsent.feeder_note, {"run_id": "r", "complete": None})
+    os.utime(unsent.feeder_note, (1, 1))
+    abandoned = record(root, "grpo", "b", 1, code=None, age_days=9)
+    failed = record(root, "grpo", "c", 1, code=143, age_days=0.5)
+    last_of_dpo = record(root, "dpo", "d", 1, code=None, age_days=99)
+    held = record(root, "grpo", "e", 1, code=None, age_days=99)
+    caches = [
+        root / ".runs" / name for name in ("eval/cache/a.json", "eval/cache/b.json", "dpo/reference/a.pt", "dpo/output.log")
+    ]
+    for path in caches:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x" * 100)
+        os.utime(path, (1, 1) if path.stem != "b" else None)
+    kept = names(failed)
+    with hold(held.lock, wait=False):
+        os.utime(held.lock, (1, 1))
+        announced = list(collect(root, LIMITS, remove=False))
+        before = size_of(root / ".runs")
+        assert list(collect(root, LIMITS, remove=True))[:-1] == announced[:-1]
+        assert freed(announced)["total"] == shown(before - size_of(root / ".runs"))
+    assert freed(announced) | {"total": ""} == {
+        "saves of finished runs": f"6 {shown(6 * 10 * 18 + 3 * 10 * 2)}",
+        "caches of eval and dpo": "2 200 B",
+        "output logs": "1 100 B",
+        "abandoned runs": freed(announced)["abandoned runs"],
+        "experiments' copies": "0 0 B",
+        "samples and logs of finished runs": f"2 {shown(10 * len('samples.jsonl') + 10 * len('feeder.log'))}",
+        "removed before": "0 0 B",
+        "DVC's cache": "0 0 B",
+        "total": "",
+    }
+    records = {"run.json", "exit.json", "metrics.jsonl", "feeder.json", "lock"}
+    assert names(newest) == names(unsent) == records | {"samples.jsonl", "feeder.log"} and names(old) == records
+    assert names(abandoned) == set() and names(failed) == kept and "state-00000003.pt" in names(last_of_dpo) & names(held)
+    assert [path.exists() for path in caches] == [False, True, False, False]
+    assert not list((root / ".runs" / ".gc").iterdir())
+    again = list(collect(root, Limits(1, 0.0, keep_records=False), remove=True))
+    assert freed(again)["finished runs"].startswith("2 ") and names(newest) and not names(old) | names(unsent)
+
+
+def test_what_an_interrupted_gc_has_moved_away_goes_next_time(root: Path) -> None:
+    train(root, "one\n", commit=True)
+    (root / ".runs" / ".gc" / "0" / "x").mkdir(parents=True)
+    (root / ".runs" / ".gc" / "0" / "x" / "file").write_text("12345")
+    assert freed(list(collect(root, LIMITS, remove=True)))["removed before"] == "1 5 B"
+    assert not list((root / ".runs" / ".gc").iterdir())
+
+
+def open_stage(root: Path, stage: str = "grpo") -> Any:
+    runtime: dict[str, Any] = {"device": "cpu", "dtype": "auto", "threads": 1, "save_every_s": 1e9, "keep_saves": 2, "ranks": 1}
+    runtime |= {"progress": "off", "mlflow": False, "gradient_checkpointing": False}
+    return stage_run(stage, params={stage: {"lr": 1}}, inputs=[], runtime=Runtime(**runtime), root=root)
+
+
+def test_a_killed_run_resumes_after_a_gc(root: Path) -> None:
+    train(root, "one\n", commit=True)
+    with pytest.raises(SystemExit), open_stage(root) as stage:
+        stage.save(3, {"x": 1})
+        raise RuntimeError
+    for path in stage.folder.path.iterdir():
+        os.utime(path, (1, 1))
+    list(collect(root, LIMITS, remove=True))
+    with open_stage(root) as stage:
+        assert stage.resumed_step == 3 and stage.load() == {"x": 1}
+
+
+def test_a_trainer_that_chose_a_run_just_before_it_goes_begins_a_new_one(root: Path) -> None:
+    """It waits for the lock of a folder that gc moves away meanwhile."""
+    folder = record(root, "grpo", "a", 1, code=None, age_days=99)
+    taken: list[Path] = []
+
+    def trainer() -> None:
+        with hold(folder.lock, wait=True):
+            taken.extend(folder.path.iterdir())
+
+    waiting = threading.Thread(target=trainer)
+    with hold(folder.lock, wait=False):
+        waiting.start()
+        wait_for(lambda: "FLOCK" in Path("/proc/locks").read_text() and is_waited_for(folder.lock))
+        folder.path.rename(folder.path.with_name("moved"))
+    waiting.join(20)
+    assert taken == [folder.lock]
+
+
+def is_waited_for(lock: Path) -> bool:
+    inode = f":{lock.stat().st_ino} "
+    return any(inode in line and "->" in line for line in Path("/proc/locks").read_text().splitlines())
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.01)
+
+
+# MLflow
+
+
+@pytest.mark.faults
+def test_deleted_mlflow_runs_go_with_their_artifacts_and_others_stay(root: Path) -> None:
+    from pipeline.tracking.store import open_store, tracking_uri
+
+    train(root, "one\n", commit=True)
+    client, experiment_id = open_store(tracking_uri(root), root)
+    kept, deleted = (client.create_run(experiment_id).info.run_id for _ in range(2))
+    for run_id in (kept, deleted):
+        client.log_dict(run_id, {"a": 1}, "params.json")
+    client.delete_run(deleted)
+    orphan = root / "mlartifacts" / ("0" * 32) / "artifacts" / "x"
+    orphan.parent.mkdir(parents=True)
+    orphan.write_text("12345")
+    (root / "mlartifacts" / "models").mkdir()
+    announced = list(collect(root, LIMITS, remove=False))
+    before = size_of(root / "mlartifacts")
+    list(collect(root, LIMITS, remove=True))
+    assert freed(announced)["artifacts without a run"] == "1 5 B"
+    assert freed(announced)["total"] == shown(before - size_of(root / "mlartifacts"))
+    assert sorted(path.name for path in (root / "mlartifacts").iterdir()) == sorted([kept, "models"])
+    assert [run.info.run_id for run in client.search_runs([experiment_id], "", 3)] == [kept]  # 3: in any state
+
+
+# The figures
+
+
+def test_a_file_with_several_links_frees_with_the_last(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x").write_text("123")
+    os.link(tmp_path / "a" / "x", tmp_path / "y")
+    os.link(tmp_path / "a" / "x", tmp_path / "z")
+    links: Counter[tuple[int, int]] = Counter()
+    assert freed_by([tmp_path / "a", tmp_path / "y", tmp_path / "gone"], links) == 0
+    assert freed_by([tmp_path / "z"], links) == 3
+    assert [shown(size) for size in (0, 999, 1000, 12_345_678)] == ["0 B", "999 B", "1.0 kB", "12.3 MB"]
+
+
+def test_the_command_removes_only_when_told(root: Path) -> None:
+    train(root, "one\n", commit=True)
+    folder = record(root, "grpo", "a", 1, code=0, age_days=0)
+    command = [sys.executable, "-m", "pipeline", "gc"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+
+    def gc(*options: str) -> str:
+        done = subprocess.run([*command, *options], cwd=root, env=environment, capture_output=True, text=True, check=True)
+        return done.stdout.splitlines()[-1]
+
+    assert "nothing removed yet: `python -m pipeline gc --yes` does it" in gc()
+    assert folder.state(3).exists()
+    assert gc("--yes").endswith("removed")
+    assert not folder.state(3).exists() and read_json(folder.exit)["code"] == 0
