@@ -4,33 +4,57 @@ prefect deployment run minimind/grpo
 """
 
 import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from prefect import flow
+from prefect import flow, get_run_logger
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
+from flows.automations import FLOW, Restarts
 from flows.rebuild import Ran, Workspace, bring_up_all
 from flows.report import publish
 from pipeline.lineage.plan import read_plan
+from pipeline.supervise.ancestry import Ancestor, watched
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@flow(name="minimind", task_runner=cast(TaskRunner[Any], ThreadPoolTaskRunner()), persist_result=False)
-def minimind(stage: str = "all") -> None:
-    """Brings `stage` (a name in dvc.yaml, or `all`) up to date.
+@flow(name=FLOW, task_runner=cast(TaskRunner[Any], ThreadPoolTaskRunner()), persist_result=False)
+def minimind(stage: str = "all", timeout_s: float | None = None, restarts: Restarts = 0) -> None:
+    """Brings a stage and everything before it up to date.
+
+    Args:
+        stage: a name in dvc.yaml, or `all`.
+        timeout_s: seconds that an attempt at a stage may last before it saves and fails; null for any time.
+        restarts: how often this run has crashed and been started again: the server counts.
 
     Raises:
         RuntimeError: a stage failed; those that do not need it have been brought up to date all the same.
     """
-    workspace = Workspace(ROOT, os.cpu_count() or 1)
+    if restarts:
+        get_run_logger().info("Started again after crash number %d; stages go on from their last saves", restarts)
+    workspace = Workspace(ROOT, os.cpu_count() or 1, timeout_s=timeout_s)
     ran: list[Ran] = []
     targets = () if stage == "all" else (stage,)
     try:
-        bring_up_all(workspace, targets, ran)
+        with terminated_with_worker():
+            bring_up_all(workspace, targets, ran)
     finally:
         workspace.stop.set()  # whatever ended the flow, no stage outlives it
-        publish(stage, ran, read_plan(ROOT, targets))
+    publish(stage, ran, read_plan(ROOT, targets))
     if failed := [done.error for done in ran if done.error]:
         raise RuntimeError("; ".join(failed))
+
+
+@contextmanager
+def terminated_with_worker() -> Iterator[None]:
+    """Terminates this process, as a worker does that ends in order, when the worker that started it has been killed.
+
+    The run is reported as crashed and started again, by that worker's successor. Without a worker, nothing is watched.
+    """
+    workers = [Ancestor.of(os.getppid())] if "PREFECT__WORKER_NAME" in os.environ else []
+    with watched(workers, lambda: os.kill(os.getpid(), signal.SIGTERM)):
+        yield

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import httpx
+from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact
 
 from flows.rebuild import Ran
@@ -9,8 +11,11 @@ from pipeline.lineage.plan import Planned
 
 
 def publish(stage: str, ran: Sequence[Ran], plan: Sequence[Planned]) -> None:
-    """Writes the artifact `plan-<stage>`: what ran and why, and what is left as it was."""
-    create_markdown_artifact(_table(ran, plan), key=f"plan-{stage.replace('_', '-').replace('@', '-')}")
+    """Writes the artifact `plan-<stage>`: what ran and why, and what is left as it was. Without the API there is none."""
+    try:
+        create_markdown_artifact(_table(ran, plan), key=f"plan-{stage.replace('_', '-').replace('@', '-')}")
+    except httpx.HTTPError as error:
+        get_run_logger().warning("No report: the Prefect API does not take it (%s)", error)
 
 
 def _table(ran: Sequence[Ran], plan: Sequence[Planned]) -> str:

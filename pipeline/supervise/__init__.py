@@ -10,6 +10,6 @@
 
 from pipeline.supervise.exits import exit_on_error, explain, lasting_stderr
 from pipeline.supervise.locks import hold, is_held
-from pipeline.supervise.signals import Stopped, StopSignals
+from pipeline.supervise.signals import Stopped, StopSignals, follow_parent
 
-__all__ = ["StopSignals", "Stopped", "exit_on_error", "explain", "hold", "is_held", "lasting_stderr"]
+__all__ = ["StopSignals", "Stopped", "exit_on_error", "explain", "follow_parent", "hold", "is_held", "lasting_stderr"]
