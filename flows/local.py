@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Self
 from urllib.parse import urlsplit
 
 from prefect import get_client
@@ -34,7 +35,8 @@ ROOT = Path(__file__).resolve().parents[1]
 POOL = "minimind"
 START_S = 120.0
 STOP_S = 40.0
-WORKER_AGAIN_S = 2.0
+POLL_S = 0.5
+SETTLED_S = 60.0  # who ends by itself before this has a reason that another start would not remove
 _PREFECT = [sys.executable, "-m", "prefect", "--no-prompt"]
 _COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
 
@@ -44,7 +46,7 @@ def main() -> int:
     for signum in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup
             signal.signal(signum, lambda received, _: sys.exit(128 + received))  # leaves through the stacks, as Ctrl-C does
-    os.environ["MINIMIND_ROOT"] = str(ROOT)
+    os.environ |= {"MINIMIND_ROOT": str(ROOT), "MINIMIND_PYTHON": sys.executable}  # prefect.yaml
     os.chdir(ROOT)
     try:
         with hold(ROOT / ".runs" / "flows.lock", wait=False):
@@ -60,7 +62,7 @@ def main() -> int:
 
 
 def run() -> int:
-    """Brings everything up, and keeps a worker running.
+    """Brings everything up, and starts again what is killed; the exit code of a server or worker that ends by itself.
 
     Raises:
         PipelineError: no server could be started, or that of the address belongs to another folder.
@@ -68,8 +70,7 @@ def run() -> int:
     runtime = load_params(ROOT / "params.yaml").runtime
     url = get_current_settings().api.url or ""
     with ExitStack() as stack:
-        if not is_healthy(url):
-            stack.enter_context(_server(url))
+        services = [] if is_healthy(url) else [stack.enter_context(_server(url))]
         _refuse_other_folder(url)
         subprocess.run([*_PREFECT, "work-pool", "create", POOL, "--type", "process", "--overwrite"], check=True)
         subprocess.run([*_PREFECT, "deploy", "--all"], check=True, stdout=subprocess.DEVNULL)
@@ -77,14 +78,14 @@ def run() -> int:
         set_limit(gpus := usable_gpus(runtime))
         print(f"{url.removesuffix('/api')}: ready; in another terminal: prefect deployment run minimind/grpo", flush=True)
         if gpus is not None:
-            print(f"GPUs that trainers may use at once (runtime.gpus): {gpus}", flush=True)
+            print(f"GPUs that flow runs may use at once (runtime.gpus): {gpus}", flush=True)
+        worker = _Service("worker", [*_PREFECT, "worker", "start", "--pool", POOL, "--type", "process"])
+        services.append(stack.enter_context(worker))
         while True:
-            with _child([*_PREFECT, "worker", "start", "--pool", POOL, "--type", "process"]) as worker:
-                code = worker.wait()
-            if code >= 0:
-                return code
-            print(f"The worker was killed by {signal.Signals(-code).name}; starting another", file=sys.stderr, flush=True)
-            time.sleep(WORKER_AGAIN_S)
+            for service in services:
+                if (code := service.ended()) is not None:
+                    return code
+            time.sleep(POLL_S)
 
 
 def usable_gpus(runtime: Runtime) -> int | None:
@@ -107,7 +108,7 @@ def is_healthy(url: str) -> bool:
 
 
 @contextmanager
-def _server(url: str) -> Iterator[None]:
+def _server(url: str) -> "Iterator[_Service]":
     """A Prefect server of our own at this address, until the block ends."""
     address = urlsplit(url)
     if address.hostname not in ("127.0.0.1", "localhost", "::1") or address.port is None:
@@ -121,15 +122,15 @@ def _server(url: str) -> Iterator[None]:
                 f"{url}: another program uses this port, or a Prefect server that hangs; end it, or PREFECT_API_URL={elsewhere} "
                 "make flows"
             )
-    with (ROOT / ".runs" / "prefect-server.log").open("ab") as log:
-        start = [*_PREFECT, "server", "start", "--host", address.hostname, "--port", str(address.port)]
-        with _child(start, output=log.fileno()) as server:
-            end = time.monotonic() + START_S
-            while not is_healthy(url):
-                if server.poll() is not None or time.monotonic() > end:
-                    raise PipelineError(f"{url}: the Prefect server does not start; see {log.name}")
-                time.sleep(0.2)
-            yield
+    log = ROOT / ".runs" / "prefect-server.log"
+    start = [*_PREFECT, "server", "start", "--host", address.hostname, "--port", str(address.port)]
+    with _Service("server", start, log) as server:
+        end = time.monotonic() + START_S
+        while not is_healthy(url):
+            if server.process.poll() is not None or time.monotonic() > end:
+                raise PipelineError(f"{url}: the Prefect server does not start; see {log}")
+            time.sleep(0.2)
+        yield server
 
 
 def _refuse_other_folder(url: str) -> None:
@@ -153,26 +154,54 @@ def _refuse_other_folder(url: str) -> None:
     )
 
 
-@contextmanager
-def _child(command: list[str], *, output: int | None = None) -> Iterator["subprocess.Popen[bytes]"]:
-    """A process in a session of its own that ends with the block, and with this process."""
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        start_new_session=True,
-        preexec_fn=_begin_child,
-    )
-    try:
-        yield process
-    finally:
-        process.terminate()
+class _Service:
+    """A process in a session of its own that ends with the block, and with this process.
+
+    Args:
+        name: for messages.
+        command: what to run.
+        log: gets its output; this terminal when left out.
+    """
+
+    def __init__(self, name: str, command: list[str], log: Path | None = None) -> None:
+        self._name = name
+        self._command = command
+        self._log = log
+        self._start()
+
+    def _start(self) -> None:
+        with ExitStack() as stack:
+            output = stack.enter_context(self._log.open("ab")) if self._log else None
+            self.process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=_begin_child,
+            )
+        self._started = time.monotonic()
+
+    def ended(self) -> int | None:
+        """The exit code when it ended at once or in order; one that was killed, or gave up after a while, is started again."""
+        code = self.process.poll()
+        if code is None or code == 0 or (code > 0 and time.monotonic() - self._started < SETTLED_S):
+            return code
+        end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        print(f"The Prefect {self._name} {end}; starting it again", file=sys.stderr, flush=True)
+        self._start()
+        return None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
         try:
-            process.wait(STOP_S)
+            self.process.wait(STOP_S)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            self.process.kill()
+            self.process.wait()
 
 
 def _begin_child() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import sqlite3
@@ -10,12 +11,17 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 import psutil
 
+from pipeline.lineage.plan import Verdict, read_plan
+from pipeline.yaml_files import read_yaml
+
+ROOT = Path(__file__).resolve().parents[2]
 Value = TypeVar("Value")
 START_S = 120.0
 END_STATES = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
@@ -220,3 +226,79 @@ def run_folders(root: Path, stage: str) -> list[Path]:
     """Run folders of a stage, oldest first."""
     found = [path.parent for path in (root / ".runs" / stage).glob("*/*/run.json")]
     return sorted(found, key=lambda folder: json.loads((folder / "run.json").read_text())["started_s"])
+
+
+# A lineage without training, for what does not depend on it
+
+TRAINER = """
+import sys, time
+from pathlib import Path
+from pipeline.stage import stage_process
+from pipeline.supervise import Stopped
+
+name = sys.argv[1]
+with stage_process(name) as stop:
+    stop.deferred = True
+    Path(f"started-{name}").write_text(Path(f"version-{name}").read_text())
+    while not Path(f"go-{name}").exists():
+        if stop.requested is not None:
+            raise Stopped(stop.requested, ", saved")
+        time.sleep(0.02)
+    Path(f"{name}.out").write_text(Path(f"version-{name}").read_text())
+"""
+FLOOD = """
+import sys
+from pathlib import Path
+
+for number in range(100_000):
+    print(f"line {number:06d} " + "x" * 88)
+for number in range(50_000):
+    print(f"\\rstep {number}", end="", file=sys.stderr, flush=True)
+Path("flood.out").write_text("1")
+"""
+
+
+@dataclass
+class Waiting:
+    """A small copy of the project whose stages pretrain, lora and dpo run until they are let go; `eval` floods its output."""
+
+    root: Path
+
+    def renew(self, stage: str) -> None:
+        """Makes the stage out of date, and its next run wait."""
+        for name in ("go", "started"):
+            (self.root / f"{name}-{stage}").unlink(missing_ok=True)
+        (self.root / f"version-{stage}").write_text(str(time.time_ns()))
+
+    def has_started(self, stage: str) -> bool:
+        return (self.root / f"started-{stage}").exists()
+
+    def let_go(self, stage: str) -> None:
+        (self.root / f"go-{stage}").touch()
+
+    def is_done(self, stage: str) -> bool:
+        """Whether dvc.lock has what the stage has written."""
+        return {planned.stage: planned.verdict for planned in read_plan(self.root)}[stage] is Verdict.UP_TO_DATE
+
+
+def waiting_stages(root: Path, **runtime: Any) -> Waiting:
+    """Makes the copy in an empty folder."""
+    for name in ("flows", "pipeline", "prefect.yaml", "prefect.toml"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
+        copy(ROOT / name, root / name)
+    params = read_yaml(ROOT / "params.yaml")
+    params["runtime"] |= runtime
+    (root / "params.yaml").write_text(json.dumps(params))
+    (root / "trainer.py").write_text(TRAINER)
+    (root / "flood.py").write_text(FLOOD)
+    stages: dict[str, Any] = {
+        name: {"cmd": f"exec {sys.executable} trainer.py {name}", "deps": [f"version-{name}"], "outs": [f"{name}.out"]}
+        for name in ("pretrain", "lora", "dpo")
+    }
+    stages["eval"] = {"cmd": f"exec {sys.executable} flood.py", "outs": ["flood.out"]}
+    (root / "dvc.yaml").write_text(json.dumps({"stages": stages}))
+    subprocess.run([sys.executable, "-m", "dvc", "init", "--no-scm", "-q"], cwd=root, check=True)
+    made = Waiting(root)
+    for name in ("pretrain", "lora", "dpo"):
+        made.renew(name)
+    return made
