@@ -1,9 +1,7 @@
 """One experiment: stages brought up to date with other parameters, in an isolated copy, and kept for `dvc exp`."""
 
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 from flows.rebuild import Ran, Workspace, bring_up_all
 from flows.report import publish
@@ -31,24 +29,23 @@ class Finished:
     run: TrackedRun | None
 
 
-def run_experiment(root: Path, stage: str, overrides: Sequence[str], *, cores: int, stop: threading.Event) -> Finished:
-    """Brings `stage` up to date with the overrides, reports, and keeps what came out; the workspace `root` stays as it is.
+def run_experiment(original: Workspace, stage: str, overrides: Sequence[str]) -> Finished:
+    """Brings `stage` up to date with the overrides, reports, and keeps what came out.
 
     Args:
-        root: the workspace.
+        original: of which a copy is made; it stays as it is. Its stages run with the same means.
         stage: a stage, or `all`.
         overrides: texts such as `grpo.lr=1e-4`.
-        cores: what its stages share.
-        stop: when set, stages save and end.
 
     Raises:
         ParamsError: an override or the stage is wrong.
         DataError: a file that a stage reads is nowhere.
         ExperimentFailed: a stage failed or was stopped.
     """
+    root, stop = original.root, original.stop
     with open_experiment(root, stage, overrides, stop) as experiment:
         copy = experiment.workspace
-        workspace = Workspace(copy, cores, environment=experiment.environment, stop=stop)
+        workspace = replace(original, root=copy, environment=experiment.environment)
         ran: list[Ran] = []
         bring_up_all(workspace, experiment.targets, ran)
         failed = "; ".join(done.error for done in ran if done.error) or ("stopped" if stop.is_set() else "")

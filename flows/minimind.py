@@ -5,43 +5,65 @@ prefect deployment run minimind/grpo -p overrides='["grpo.lr=1e-4"]'
 """
 
 import os
-import threading
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from prefect import flow
+from prefect import flow, get_run_logger
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
+from flows.automations import FLOW, Restarts
 from flows.experiments import run_experiment
 from flows.rebuild import Ran, Workspace, bring_up_all
 from flows.report import publish
 from pipeline.lineage.plan import read_plan
+from pipeline.supervise.ancestry import Ancestor, watched
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@flow(name="minimind", task_runner=cast(TaskRunner[Any], ThreadPoolTaskRunner()), persist_result=False)
-def minimind(stage: str = "all", overrides: list[str] | None = None) -> None:
-    """Brings `stage` (a name in dvc.yaml, or `all`) up to date; with overrides, in an isolated copy, as a DVC experiment.
+@flow(name=FLOW, task_runner=cast(TaskRunner[Any], ThreadPoolTaskRunner()), persist_result=False)
+def minimind(
+    stage: str = "all", overrides: list[str] | None = None, timeout_s: float | None = None, restarts: Restarts = 0
+) -> None:
+    """Brings a stage and everything before it up to date; with overrides, in an isolated copy, as a DVC experiment.
+
+    Args:
+        stage: a name in dvc.yaml, or `all`.
+        overrides: parameters to change, such as `grpo.lr=1e-4`.
+        timeout_s: seconds that an attempt at a stage may last before it saves and fails; null for any time.
+        restarts: how often this run has crashed and been started again: the server counts.
 
     Raises:
         RuntimeError: a stage failed; those that do not need it have been brought up to date all the same.
         ExperimentFailed: the same, with overrides.
     """
-    cores = os.cpu_count() or 1
-    stop = threading.Event()
-    if overrides:
-        try:
-            run_experiment(ROOT, stage, overrides, cores=cores, stop=stop)
-        finally:
-            stop.set()  # whatever ended the flow, no stage outlives it
-        return
+    if restarts:
+        get_run_logger().info("Started again after crash number %d; stages go on from their last saves", restarts)
+    workspace = Workspace(ROOT, os.cpu_count() or 1, timeout_s=timeout_s)
     ran: list[Ran] = []
     targets = () if stage == "all" else (stage,)
     try:
-        bring_up_all(Workspace(ROOT, cores, stop=stop), targets, ran)
+        with terminated_with_worker():
+            if overrides:
+                run_experiment(workspace, stage, overrides)
+                return
+            bring_up_all(workspace, targets, ran)
     finally:
-        stop.set()
+        workspace.stop.set()  # whatever ended the flow, no stage outlives it
     publish(stage, ran, read_plan(ROOT, targets), root=ROOT, home=ROOT)
     if failed := [done.error for done in ran if done.error]:
         raise RuntimeError("; ".join(failed))
+
+
+@contextmanager
+def terminated_with_worker() -> Iterator[None]:
+    """Terminates this process, as a worker does that ends in order, when the worker that started it has been killed.
+
+    The run is reported as crashed and started again, by that worker's successor. Without a worker, nothing is watched.
+    """
+    workers = [Ancestor.of(os.getppid())] if "PREFECT__WORKER_NAME" in os.environ else []
+    with watched(workers, lambda: os.kill(os.getpid(), signal.SIGTERM)):
+        yield

@@ -15,12 +15,15 @@ from prefect.cache_policies import NO_CACHE
 from prefect.futures import PrefectFuture
 from prefect.tasks import exponential_backoff
 
-from pipeline.lineage.execute import Outcome, bring_up
+from flows.gpus import gpu_slots
+from pipeline.errors import PipelineError
+from pipeline.lineage.execute import TIMED_OUT, Outcome, bring_up
 from pipeline.lineage.plan import Planned, Verdict, read_plan
 from pipeline.lineage.sharing import sole_runner
 
-FINAL_CODES = {2, 3, 4, 7}
-"""Exit codes of configuration, data, numerics and a full disk: another attempt would end the same way."""
+FINAL_CODES = {2, 3, 4, 7, TIMED_OUT}
+"""Configuration, data, numerics, a full disk, and a time limit: another attempt would end the same way. Memory (5) is not among
+them, because it is often a neighbour's fault and a retry goes on from the last save."""
 LOG_EVERY_S = 2.0
 
 
@@ -32,12 +35,14 @@ class Workspace:
         root: a repository.
         cores: what all stages at work share.
         environment: variables of the stages on top of this process's own.
+        timeout_s: what an attempt at a stage may last; None for any time.
         stop: when set, stages save and end, and none starts.
     """
 
     root: Path
     cores: int
     environment: Mapping[str, str] = field(default_factory=dict)
+    timeout_s: float | None = None
     stop: threading.Event = field(default_factory=threading.Event)
 
 
@@ -85,15 +90,29 @@ def run_stage(stage: str, workspace: Workspace, threads: int, recipe: str | None
             logger.info(line[:1000])
 
     environment = {**workspace.environment, "OMP_NUM_THREADS": str(threads)}
-    with sole_runner(workspace.root, stage, recipe, environment, workspace.stop):
-        outcome = bring_up(workspace.root, stage, on_line=show, stop=workspace.stop, environment=environment)
+    try:
+        # In this order: who waits for another workspace's run of the recipe holds no GPU meanwhile.
+        with (
+            sole_runner(workspace.root, stage, recipe, environment, workspace.stop),
+            gpu_slots(stage, workspace.root, workspace.stop),
+        ):
+            outcome = bring_up(
+                workspace.root,
+                stage,
+                on_line=show,
+                on_wait=logger.info,
+                stop=workspace.stop,
+                environment=environment,
+                timeout_s=workspace.timeout_s,
+            )
+    except PipelineError as error:
+        outcome = Outcome(error.exit_code, "; ".join(error.lines))
     if outcome.code != 0:
         raise StageFailed(stage, outcome, retry=outcome.code not in FINAL_CODES and not workspace.stop.is_set())
 
 
 def bring_up_all(workspace: Workspace, targets: tuple[str, ...], ran: list[Ran]) -> None:
     """Runs what the targets (all stages when empty) need, parents first, and notes in `ran` what has ended."""
-    run_stage("code", workspace, workspace.cores)  # what it writes says whose code changed
     running: dict[str, tuple[Planned, float, PrefectFuture[None]]] = {}
     while True:
         over = {done.planned.stage for done in ran}

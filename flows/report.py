@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+import httpx
+from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact
 
 from flows.rebuild import Ran
@@ -40,6 +42,8 @@ def publish(
 ) -> None:
     """Writes the artifact `plan-<stage>`: what ran and why, what is left as it was, what came out, and where its curves are.
 
+    Without the Prefect API there is none.
+
     Args:
         stage: what was brought up to date.
         ran: the stages that ran.
@@ -58,7 +62,15 @@ def publish(
         ui_hint(runs.values()),
         closing,
     ]
-    create_markdown_artifact("\n\n".join(filter(None, parts)), key=artifact_key(f"plan-{stage}"))
+    leave("\n\n".join(filter(None, parts)), artifact_key(f"plan-{stage}"))
+
+
+def leave(markdown: str, key: str) -> None:
+    """Creates an artifact; a line in the log says so where the Prefect API does not take it."""
+    try:
+        create_markdown_artifact(markdown, key=key)
+    except httpx.HTTPError as error:
+        get_run_logger().warning("No report: the Prefect API does not take it (%s)", error)
 
 
 def artifact_key(name: str) -> str:

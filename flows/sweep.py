@@ -6,20 +6,21 @@ prefect deployment run minimind/sweep -p stage=grpo -p grid='{"grpo.lr": [1e-4, 
 import itertools
 import json
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 from prefect import flow, task
-from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.futures import PrefectFuture
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
+from flows.automations import FLOW, Restarts
 from flows.experiments import Finished, run_experiment
-from flows.report import EVAL_HEADLINES, HEADLINES, Goal, artifact_key, cell, link, number, ui_hint
+from flows.minimind import terminated_with_worker
+from flows.rebuild import Workspace
+from flows.report import EVAL_HEADLINES, HEADLINES, Goal, artifact_key, cell, leave, link, number, ui_hint
 from pipeline.errors import ParamsError
 from pipeline.lineage.experiment import Experiment, describe
 from pipeline.lineage.plan import read_plan
@@ -39,18 +40,20 @@ class Member:
 
 
 @task(name="member", task_run_name="{name}", cache_policy=NO_CACHE, persist_result=False)
-def run_member(name: str, stage: str, overrides: Sequence[str], cores: int, stop: threading.Event) -> Finished:
+def run_member(name: str, stage: str, overrides: Sequence[str], workspace: Workspace) -> Finished:
     """One experiment; its stages are tasks of their own."""
-    return run_experiment(ROOT, stage, overrides, cores=cores, stop=stop)
+    return run_experiment(workspace, stage, overrides)
 
 
-@flow(name="minimind", task_runner=cast(TaskRunner[Any], ThreadPoolTaskRunner()), persist_result=False)
+@flow(name=FLOW, task_runner=cast(TaskRunner[Any], ThreadPoolTaskRunner()), persist_result=False)
 def sweep(
     stage: str,
     grid: dict[str, list[Any]],
     metric: str | None = None,
     goal: Goal | None = None,
     concurrency: int = 1,
+    timeout_s: float | None = None,
+    restarts: Restarts = 0,
 ) -> None:
     """Runs every combination of the grid as an experiment, and names the best.
 
@@ -61,6 +64,8 @@ def sweep(
             Left out: the first of the stage's headline metrics.
         goal: whether more or less of it is better; known for headline metrics.
         concurrency: experiments at a time; they share the cores.
+        timeout_s: seconds that an attempt at a stage may last before it saves and fails; null for any time.
+        restarts: how often this run has crashed and been started again: the server counts. What has finished is not run again.
 
     Raises:
         ParamsError: the grid or the metric is wrong.
@@ -71,13 +76,14 @@ def sweep(
     read_plan(ROOT, () if stage == "all" else (stage,))  # a stage that does not exist shows before any copy is made
     if concurrency < 1:
         raise ParamsError(f"concurrency={concurrency}: must be >= 1")
-    stop = threading.Event()
     cores = max(1, (os.cpu_count() or 1) // min(concurrency, len(members)))
+    workspace = Workspace(ROOT, cores, timeout_s=timeout_s)
     ended: list[Member] = []
     try:
-        _run_all(members, stage, concurrency, cores, stop, ended)
+        with terminated_with_worker():
+            _run_all(members, stage, concurrency, workspace, ended)
     finally:
-        stop.set()  # whatever ended the sweep, no stage outlives it
+        workspace.stop.set()  # whatever ended the sweep, no stage outlives it
         _publish(stage, ended, metric, goal)
     if not any(member.finished for member in ended):
         raise RuntimeError("no member succeeded: " + "; ".join(dict.fromkeys(member.error for member in ended)))
@@ -118,9 +124,7 @@ def choose_metric(stage: str, grid: Mapping[str, Any], metric: str | None, goal:
     return metric, goal
 
 
-def _run_all(
-    members: Sequence[Member], stage: str, concurrency: int, cores: int, stop: threading.Event, ended: list[Member]
-) -> None:
+def _run_all(members: Sequence[Member], stage: str, concurrency: int, workspace: Workspace, ended: list[Member]) -> None:
     """Runs at most `concurrency` members at a time, and notes in `ended` how each ended."""
     waiting = list(members)
     running: dict[str, tuple[Member, PrefectFuture[Finished]]] = {}
@@ -128,7 +132,7 @@ def _run_all(
         while waiting and len(running) < concurrency:
             member = waiting.pop(0)
             name = member.experiment.name
-            running[name] = member, run_member.submit(name, stage, member.overrides, cores, stop)
+            running[name] = member, run_member.submit(name, stage, member.overrides, workspace)
         for name, (member, future) in list(running.items()):
             future.wait(timeout=POLL_S)
             if future.state.is_completed():
@@ -157,4 +161,4 @@ def _publish(stage: str, ended: Sequence[Member], metric: str, goal: Goal) -> No
         name = ranked[0].experiment.name
         best = f"Best: **{name}** with `{metric}` {number(value)}. `dvc exp apply {name}` takes it into the workspace."
     hint = ui_hint(member.finished.run for member in ended if member.finished)
-    create_markdown_artifact("\n\n".join(filter(None, [best, "\n".join(lines), hint])), key=artifact_key(f"sweep-{stage}"))
+    leave("\n\n".join(filter(None, [best, "\n".join(lines), hint])), artifact_key(f"sweep-{stage}"))

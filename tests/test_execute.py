@@ -1,5 +1,6 @@
 """Stages run below `dvc repro`: how they ended, what they said, and that nothing is left of them."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -11,17 +12,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.lineage.execute import Outcome, bring_up
+from pipeline.lineage.execute import TIMED_OUT, Outcome, bring_up
 
 ROOT = Path(__file__).parents[1]
 TRAINER = """
     import sys, time
     from pathlib import Path
-    from pipeline.supervise import Stopped, StopSignals, exit_on_error
+    from pipeline.stage import stage_process
+    from pipeline.supervise import Stopped
     from pipeline.errors import DataError
 
     name = sys.argv[1]
-    with exit_on_error(name), StopSignals() as stop:
+    with stage_process(name) as stop:
         print("line 1", flush=True)
         if name == "faulty":
             raise DataError("row 3: no such role")
@@ -50,26 +52,43 @@ def project(tmp_path: Path) -> Path:
 class Running:
     """A stage that is brought up in a thread."""
 
-    def __init__(self, project: Path, stage: str) -> None:
+    def __init__(self, project: Path, stage: str, timeout_s: float | None = None) -> None:
         self.stop = threading.Event()
         self.lines: list[str] = []
+        self.waits: list[str] = []
         self.outcome: Outcome | None = None
         self._project = project
+        self._timeout_s = timeout_s
         self._thread = threading.Thread(target=self._run, args=(stage,))
         self._thread.start()
 
     def _run(self, stage: str) -> None:
-        paths = {"PYTHONPATH": str(ROOT)}
-        self.outcome = bring_up(self._project, stage, on_line=self.lines.append, stop=self.stop, environment=paths)
+        self.outcome = bring_up(
+            self._project,
+            stage,
+            on_line=self.lines.append,
+            on_wait=self.waits.append,
+            stop=self.stop,
+            environment={"PYTHONPATH": str(ROOT)},
+            timeout_s=self._timeout_s,
+        )
 
     def trainer(self) -> psutil.Process:
-        wait_for(lambda: (self._project / "pid").exists() and bool((self._project / "pid").read_text()))
-        return psutil.Process(int((self._project / "pid").read_text()))
+        return trainer(self._project)
 
     def end(self) -> Outcome:
         self._thread.join(60)
         assert self.outcome is not None
         return self.outcome
+
+
+def trainer(project: Path) -> psutil.Process:
+    """The one that has written its number, which is taken away for the next."""
+    path = project / "pid"
+    wait_for(lambda: path.exists() and bool(path.read_text()))
+    process = psutil.Process(int(path.read_text()))
+    path.unlink()
+    return process
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 40.0) -> None:
@@ -141,3 +160,38 @@ def test_a_stop_is_asked_for_and_answered(project: Path) -> None:
     assert running.end() == Outcome(143, "slow: stopped by SIGTERM, saved")
     assert not trainer.is_running()
     assert not [child for child in psutil.Process().children(recursive=True) if "trainer.py" in " ".join(child.cmdline())]
+
+
+def test_a_time_limit_ends_the_tree_after_a_save(project: Path) -> None:
+    running = Running(project, "slow", timeout_s=6)
+    trainer = running.trainer()
+    assert running.end() == Outcome(TIMED_OUT, "timeout_s=6 is over: slow: stopped by SIGTERM, saved")
+    assert not trainer.is_running() and not running.waits
+
+
+def test_a_live_trainer_is_waited_for_and_named_once(project: Path) -> None:
+    """One in another terminal, below no dvc, then one below the dvc of somebody else."""
+    other = subprocess.Popen([sys.executable, "trainer.py", "slow"], cwd=project, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    try:
+        trainer(project)
+        running = Running(project, "slow")
+        wait_for(lambda: sum("failed to reproduce" in line for line in output(project)) >= 2)  # it has been tried twice
+        assert [f"kill {other.pid}" in line for line in running.waits] == [True]
+        assert sum("held by the live process" in line for line in running.lines) == 1
+    finally:
+        other.terminate()
+        other.wait()
+    own = running.trainer()
+    assert own.parent() is not None and running.outcome is None
+    dvc = own.parent()
+    second = Running(project, "slow")
+    wait_for(lambda: bool(second.waits))
+    assert dvc is not None and f"process {dvc.pid}" in second.waits[0]
+    second.stop.set()
+    running.stop.set()
+    assert running.end().code == 143 and second.end().code not in (0, None)
+
+
+def output(project: Path) -> list[str]:
+    path = project / ".runs/slow/output.log"
+    return path.read_text().splitlines() if path.exists() else []

@@ -1,16 +1,23 @@
 """The flow against a real, temporary Prefect server and a small lineage: order, siblings, retries, failures."""
 
+import json
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prefect import get_client
 from prefect.testing.utilities import prefect_test_harness
 
 from flows import minimind as flows
 from flows import rebuild
+from flows.automations import SILENT_S, automations, ensure_automations
+from flows.gpus import TAG, TRAINING, set_limit
+from flows.local import usable_gpus
 from flows.minimind import minimind
+from pipeline.params.schema import Runtime
 from pipeline.yaml_files import read_yaml
 
 ROOT = Path(__file__).parents[1]
@@ -101,6 +108,57 @@ def test_a_killed_stage_is_tried_again(project: Path) -> None:
     (project / "left.py").write_text(KILLED_ONCE)
     minimind("eval")
     assert ran(project).count("left") == 2 and ran(project)[-1] == "eval"
+
+
+def test_a_time_limit_fails_the_stage_without_another_attempt(project: Path) -> None:
+    minimind("base")
+    (project / "left.py").write_text("import time\ntime.sleep(600)\n")
+    with pytest.raises(RuntimeError, match=r"left: timeout_s=5 is over: killed by SIGTERM \(exit code 124\)"):
+        minimind("left", timeout_s=5)
+    assert len(list((project / ".runs/left").glob("output.log"))) == 1
+    assert (project / ".runs/left/output.log").read_text().count("failed to reproduce 'left'") <= 1
+
+
+def test_more_ranks_than_gpus_are_refused(project: Path) -> None:
+    params = read_yaml(ROOT / "params.yaml")
+    params["runtime"]["ranks"] = 3
+    (project / "params.yaml").write_text(json.dumps(params))
+    set_limit(2)
+    try:
+        with pytest.raises(
+            rebuild.StageFailed, match="runtime.ranks=3: lora needs a GPU per rank, and runtime.gpus was 2"
+        ) as error:
+            rebuild.run_stage("lora", rebuild.Workspace(project, 1), 1)
+        assert not error.value.retry
+    finally:
+        set_limit(None)
+
+
+def test_the_limit_follows_runtime_gpus() -> None:
+    runtime = Runtime.model_validate(read_yaml(ROOT / "params.yaml")["runtime"])
+    assert usable_gpus(runtime.model_copy(update={"gpus": 3, "device": "cpu"})) == 3
+    assert usable_gpus(runtime.model_copy(update={"device": "cpu"})) is None
+    with get_client(sync_client=True) as client:
+        for gpus in (1, 3):
+            set_limit(gpus)
+            assert client.read_concurrency_limit_by_tag(TAG).concurrency_limit == gpus
+        set_limit(None)
+        set_limit(None)
+        assert TAG not in {limit.tag for limit in client.read_concurrency_limits(10, 0)}
+
+
+def test_stages_with_a_model_take_a_gpu() -> None:
+    stages = set(read_yaml(ROOT / "dvc.yaml")["stages"])
+    assert stages - TRAINING == {"code", "data", "tokenizer", "encode", "eval"} and TRAINING < stages
+
+
+def test_automations_are_made_once() -> None:
+    ensure_automations()
+    ensure_automations()
+    with get_client(sync_client=True) as client:
+        assert sorted(found.name for found in client.read_automations()) == sorted(made.name for made in automations())
+    settings = tomllib.loads((ROOT / "prefect.toml").read_text())
+    assert settings["flows"]["heartbeat_frequency"] * 3 == SILENT_S
 
 
 def test_every_stage_has_a_deployment() -> None:

@@ -77,4 +77,4 @@ def test_libraries_stay_in_their_rooms(path: Path) -> None:
     if own != "flows":
         assert "prefect" not in libraries
     else:
-        assert {room(name) for name in imported(path)} <= {None, "flows", "params", "lineage", "errors"}
+        assert {room(name) for name in imported(path)} <= {None, "flows", "params", "lineage", "errors", "supervise"}

@@ -1,5 +1,6 @@
 """Bringing one stage up to date by `dvc repro --single-item`: output in a log file, the exit code that DVC hides, no orphans."""
 
+import math
 import os
 import re
 import signal
@@ -21,11 +22,15 @@ from pipeline.supervise.ancestry import handed_down
 from pipeline.tracking.run_folder import read_json
 
 TAIL_LINES = 20
-STOP_S = 30.0
-"""From the request to stop until what is left of the process tree is killed: a trainer saves in that time."""
+STOP_S = 27.0
+"""From the request to stop until what is left of the process tree is killed: a trainer saves within 25 s, and Prefect kills a
+cancelled flow run after 30."""
+TIMED_OUT = 124
+"""In place of an exit code: the attempt took longer than it was given."""
 BUSY_S = 2.0
 _EXITED = re.compile(r"exited with (-?\d+)")
 _BUSY = re.compile(r"Unable to acquire lock|is busy, it is being blocked by")
+_BLOCKER = re.compile(r"\(PID (\d+)\): (.*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +38,8 @@ class Outcome:
     """How a stage ended.
 
     Attributes:
-        code: its exit code as in `pipeline.supervise`; 0 also where there was nothing to do; None where it was killed and could
-            leave no record.
+        code: its exit code as in `pipeline.supervise`; 0 also where there was nothing to do; `TIMED_OUT`; None where it was
+            killed and could leave no record.
         reason: one line.
     """
 
@@ -43,7 +48,14 @@ class Outcome:
 
 
 def bring_up(
-    root: Path, stage: str, *, on_line: Callable[[str], None], stop: threading.Event, environment: Mapping[str, str] | None = None
+    root: Path,
+    stage: str,
+    *,
+    on_line: Callable[[str], None],
+    stop: threading.Event,
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float | None = None,
+    on_wait: Callable[[str], None] | None = None,
 ) -> Outcome:
     """Runs a stage whose parents are up to date, if it needs to run. Waits while another process holds what it needs.
 
@@ -53,51 +65,86 @@ def bring_up(
         on_line: gets every line of output; `.runs/<stage>/output.log` keeps all of them.
         stop: when set, the stage is asked to save and stop.
         environment: variables on top of this process's own.
+        timeout_s: what a run of the stage may last before it is asked to save and stop; the waiting does not count.
+        on_wait: gets one line when the waiting begins, or when it is for another process; `on_line` when left out.
 
     Raises:
         PipelineError: the remote that the environment names (`pipeline.lineage.remote`) cannot be used.
     """
     log = root / ".runs" / stage / "output.log"
     log.parent.mkdir(parents=True, exist_ok=True)
+    waited_for = ""
+    known: set[str] = set()  # what attempts that found another process at work have said: every one says it again
+
+    def say_new(line: str) -> None:
+        if line not in known:
+            on_line(line)
+
     while True:
-        outcome, busy = _attempt(root, stage, log, on_line, stop, dict(environment or {}))
-        if not busy or stop.wait(BUSY_S):
+        attempt = _Attempt(root, stage, {**os.environ, **handed_down(), **(environment or {})})
+        outcome = attempt.run(log, say_new, stop, timeout_s)
+        if not (busy := attempt.found_at_work(outcome)):
+            return outcome
+        if busy != waited_for:
+            (on_wait or on_line)(f"{stage} waits: {busy}")
+            waited_for = busy
+        known |= set(attempt.tail)
+        if stop.wait(BUSY_S):
             return outcome
 
 
-def _attempt(
-    root: Path, stage: str, log: Path, on_line: Callable[[str], None], stop: threading.Event, environment: dict[str, str]
-) -> tuple[Outcome, bool]:
-    """One `dvc repro`, and whether it failed only because another process is at work."""
-    started_s = time.time()
-    tail: deque[str] = deque(maxlen=TAIL_LINES)
-    command = [sys.executable, "-m", "dvc", "repro", *pull_options(root), "--single-item", stage]
-    with (
-        log.open("a", encoding="utf-8") as file,
-        subprocess.Popen(
-            command,
-            cwd=root,
-            env={**os.environ, **handed_down(), **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            encoding="utf-8",
-            errors="replace",
-        ) as process,
-        _stopped_with(process, stop),
-    ):
-        assert process.stdout is not None
-        for line in process.stdout:
-            file.write(line)
-            tail.append(line.rstrip("\n"))
-            on_line(tail[-1])
-        process.wait()
-    if process.returncode == 0:
-        push_shared(root, stage)
-        return Outcome(0, "up to date"), False
-    outcome = _failure(root, stage, started_s, process.returncode, list(tail))
-    said = "\n".join(tail)
-    return outcome, outcome.code == HeldError.exit_code or bool(_BUSY.search(said))
+class _Attempt:
+    """One `dvc repro` of a stage; `tail` holds its last lines."""
+
+    def __init__(self, root: Path, stage: str, environment: Mapping[str, str]) -> None:
+        self._root = root
+        self._stage = stage
+        self._environment = environment
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+
+    def run(self, log: Path, on_line: Callable[[str], None], stop: threading.Event, timeout_s: float | None) -> Outcome:
+        """How it ended; `log` and `on_line` get every line."""
+        started_s = time.time()
+        with (
+            log.open("a", encoding="utf-8") as file,
+            subprocess.Popen(
+                [sys.executable, "-m", "dvc", "repro", *pull_options(self._root), "--single-item", self._stage],
+                cwd=self._root,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                encoding="utf-8",
+                errors="replace",
+                # Cancelling terminates the flow's process group. A trainer in it would be told twice, by the group and by
+                # `end_tree`, and the second signal stops it without a save.
+                start_new_session=True,
+            ) as process,
+            _stopped_with(process, stop, timeout_s) as expired,
+        ):
+            assert process.stdout is not None
+            for line in process.stdout:
+                file.write(line)
+                self.tail.append(line.rstrip("\n"))
+                on_line(self.tail[-1])
+            process.wait()
+        if process.returncode == 0:
+            push_shared(self._root, self._stage)
+            return Outcome(0, "up to date")
+        outcome = _failure(self._root, self._stage, started_s, process.returncode, list(self.tail))
+        if expired.is_set():
+            return Outcome(TIMED_OUT, f"timeout_s={timeout_s:g} is over: {outcome.reason}")
+        return outcome
+
+    def found_at_work(self, outcome: Outcome) -> str:
+        """The other process that the attempt failed for, when it failed for nothing else; else empty."""
+        if outcome.code == HeldError.exit_code:
+            return outcome.reason
+        said = "\n".join(self.tail)
+        if outcome.code == 0 or not _BUSY.search(said):
+            return ""
+        blockers = ", ".join(f"`{command.strip()}` (process {pid})" for pid, command in _BLOCKER.findall(said))
+        return f"{blockers or 'another dvc command'} is at work in {self._root}"
 
 
 def _failure(root: Path, stage: str, started_s: float, dvc_code: int, tail: list[str]) -> Outcome:
@@ -121,20 +168,27 @@ def _failure(root: Path, stage: str, started_s: float, dvc_code: int, tail: list
 
 
 @contextmanager
-def _stopped_with(process: "subprocess.Popen[str]", stop: threading.Event) -> Iterator[None]:
-    """Terminates the process tree when `stop` is set or the block raises, and kills what does not end."""
-    done = threading.Event()
+def _stopped_with(process: "subprocess.Popen[str]", stop: threading.Event, timeout_s: float | None) -> Iterator[threading.Event]:
+    """Terminates the process tree when `stop` is set, time is over or the block raises, and kills what does not end.
+
+    Yields what is set when it was the time.
+    """
+    done, expired = threading.Event(), threading.Event()
+    deadline = time.monotonic() + timeout_s if timeout_s is not None else math.inf
 
     def follow() -> None:
         while not done.is_set():
-            if stop.wait(0.2):
-                end_tree(process)
-                return
+            if not stop.wait(0.2):
+                if time.monotonic() < deadline:
+                    continue
+                expired.set()
+            end_tree(process)
+            return
 
     follower = threading.Thread(target=follow, name=f"stop {process.pid}", daemon=True)
     follower.start()
     try:
-        yield
+        yield expired
     except BaseException:
         end_tree(process)
         raise

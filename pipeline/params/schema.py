@@ -321,6 +321,7 @@ class Runtime(Section):
     dtype: Literal["auto", "float32", "bfloat16"]
     threads: Count
     ranks: Positive  # data-parallel processes of a stage that trains
+    gpus: Literal["auto"] | Positive  # that flow runs of this machine may use at once
     save_every_s: PositiveFloat
     keep_saves: Positive  # the newest, of an unfinished run
     keep_every_steps: Positive | None  # saves at multiples of it stay, also when the run has finished

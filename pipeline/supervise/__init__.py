@@ -10,6 +10,16 @@
 
 from pipeline.supervise.exits import exit_on_error, explain, lasting_stderr
 from pipeline.supervise.locks import hold, hold_unless, is_held
-from pipeline.supervise.signals import Stopped, StopSignals
+from pipeline.supervise.signals import Stopped, StopSignals, follow_parent
 
-__all__ = ["StopSignals", "Stopped", "exit_on_error", "explain", "hold", "hold_unless", "is_held", "lasting_stderr"]
+__all__ = [
+    "StopSignals",
+    "Stopped",
+    "exit_on_error",
+    "explain",
+    "follow_parent",
+    "hold",
+    "hold_unless",
+    "is_held",
+    "lasting_stderr",
+]

@@ -23,6 +23,15 @@ class Ancestor(NamedTuple):
     pid: int
     started_s: float
 
+    @classmethod
+    def of(cls, pid: int) -> "Ancestor":
+        """The process that has this number now.
+
+        Raises:
+            psutil.NoSuchProcess: none has.
+        """
+        return cls(pid, psutil.Process(pid).create_time())
+
     @property
     def is_alive(self) -> bool:
         """Whether this very process runs; one that ended and that nobody waited for (a zombie) does not."""
@@ -48,7 +57,7 @@ def inherited() -> list[Ancestor]:
 
 def handed_down() -> dict[str, str]:
     """The environment variable that makes a child belong to this process and to all that this one belongs to."""
-    own = Ancestor(os.getpid(), psutil.Process().create_time())
+    own = Ancestor.of(os.getpid())
     return {VARIABLE: ",".join(f"{pid}:{started_s}" for pid, started_s in [*inherited(), own])}
 
 

@@ -64,7 +64,7 @@ class StopSignals:
         self._previous[PARENT_DIED] = signal.signal(PARENT_DIED, self._on_parent_death)
         # A stage that was put in the background to survive its shell has no parent to follow; under DVC it always has.
         if signal.SIGHUP in self._previous or "DVC_STAGE" in os.environ:
-            _follow_parent()
+            follow_parent(PARENT_DIED)
         self._watch.enter_context(watched(inherited(), lambda: os.kill(os.getpid(), PARENT_DIED)))
         return self
 
@@ -102,11 +102,14 @@ class StopSignals:
         os._exit(code)
 
 
-def _follow_parent() -> None:
-    """Asks the kernel for `PARENT_DIED` when the parent ends: neither DVC nor Prefect stop their children (Linux only)."""
+def follow_parent(signum: int) -> None:
+    """Asks the kernel for a signal to this process when its parent ends, or sends it if that has just happened (Linux only).
+
+    Neither DVC nor Prefect stop their children.
+    """
     if not sys.platform.startswith("linux"):
         return
     parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(PARENT_DIED), 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
     if os.getppid() != parent:
-        os.kill(os.getpid(), PARENT_DIED)
+        os.kill(os.getpid(), signum)

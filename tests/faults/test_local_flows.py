@@ -1,0 +1,234 @@
+"""`make flows` and its flow runs when servers, workers and neighbours misbehave; the stages wait instead of training."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+import psutil
+import pytest
+from faults.local_flows import LocalFlows, Waiting, children, free_port, gone, wait_for, waiting_stages
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def flows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFlows]:
+    """On a machine that counts as having one GPU."""
+    folder = tmp_path_factory.mktemp("flows")
+    (folder / "copy").mkdir()
+    waiting_stages(folder / "copy", gpus=1)
+    made = LocalFlows(folder / "copy", folder / "prefect")
+    try:
+        yield made.start()
+    finally:
+        made.stop()
+
+
+@pytest.fixture
+def stages(flows: LocalFlows) -> Waiting:
+    return Waiting(flows.root)
+
+
+def ends(flows: LocalFlows, flow_run: str, timeout_s: float = 120) -> str:
+    """The final state of a flow run."""
+    wait_for(lambda: flows.state(flow_run) not in ("SCHEDULED", "PENDING", "RUNNING"), "end", timeout_s)
+    return flows.state(flow_run)
+
+
+def newer(flows: LocalFlows, than: str) -> list[dict[str, object]]:
+    """Flow runs that were created after this one."""
+    created = flows.flow_run(than)["created"]
+    return [found for found in flows.api("POST", "/flow_runs/filter", {"limit": 50}) if found["created"] > created]
+
+
+# Crashes
+
+
+def crashed_run(flows: LocalFlows, restarts: int, before: str) -> str:
+    """A flow run of ours that was in state `before` and is said to have crashed."""
+    deployment = flows.api("GET", "/deployments/name/minimind/lora")
+    parameters = {"timeout_s": 1.5e6, "restarts": restarts}
+    content = {
+        "parameters": parameters,
+        "state": {"type": "SCHEDULED", "state_details": {"scheduled_time": "2099-01-01T00:00:00Z"}},
+    }
+    flow_run = str(flows.api("POST", f"/deployments/{deployment['id']}/create_flow_run", content)["id"])
+    for state in (before, "CRASHED"):
+        flows.api("POST", f"/flow_runs/{flow_run}/set_state", {"state": {"type": state}, "force": True})
+    return flow_run
+
+
+def test_a_crashed_run_starts_again_with_its_own_parameters_a_few_times_and_not_after_a_cancel(flows: LocalFlows) -> None:
+    flows.pause(True)
+    try:
+        first = crashed_run(flows, 0, "RUNNING")
+        [second] = wait_for(lambda: newer(flows, first), "a restart", 30)
+        assert second["parameters"] == {"stage": "lora", "timeout_s": 1.5e6, "restarts": 1}
+        crashed_at, created_at = (
+            datetime.fromisoformat(str(at)) for at in (flows.flow_run(first)["end_time"], second["created"])
+        )
+        print(f"from crash to restart: {(created_at - crashed_at).total_seconds():.1f} s")
+        last = crashed_run(flows, 3, "RUNNING")
+        cancelled = crashed_run(flows, 0, "CANCELLING")
+        again = crashed_run(flows, 1, "RUNNING")  # events are taken in order: when this one starts again, the others have not
+        wait_for(lambda: len(newer(flows, again)) == 1, "a restart", 30)
+        parameters = [found["parameters"]["restarts"] for found in newer(flows, last) if found["id"] not in (cancelled, again)]  # type: ignore[index]
+        assert parameters == [2]
+        flows.api("POST", f"/flow_runs/{second['id']}/set_state", {"state": {"type": "CANCELLED"}, "force": True})
+        for found in newer(flows, first):
+            flows.api("POST", f"/flow_runs/{found['id']}/set_state", {"state": {"type": "CANCELLED"}, "force": True})
+    finally:
+        flows.pause(False)
+
+
+# One GPU
+
+
+def test_a_second_trainer_waits_for_the_gpu_and_says_for_whom(flows: LocalFlows, stages: Waiting) -> None:
+    for name in ("pretrain", "lora"):
+        stages.renew(name)
+    first = flows.run("pretrain")
+    wait_for(lambda: stages.has_started("pretrain"), "pretrain", 90)
+    second = flows.run("lora")
+    holder = f"pretrain of flow run {flows.flow_run(first)['name']} ({first})"
+    wait_for(lambda: any(holder in line for line in flows.logs(second)), "the holder in the log", 90)
+    time.sleep(8)  # it asks every three seconds
+    assert sum("waits for a GPU" in line for line in flows.logs(second)) == 1
+    assert not stages.has_started("lora")
+    stages.let_go("pretrain")
+    wait_for(lambda: stages.has_started("lora"), "lora", 60)
+    stages.let_go("lora")
+    assert ends(flows, first) == ends(flows, second) == "COMPLETED"
+
+
+def test_the_gpu_of_a_killed_run_is_free_again_in_time(flows: LocalFlows, stages: Waiting) -> None:
+    stages.renew("dpo")
+    flow_run = flows.run("dpo")
+    wait_for(lambda: stages.has_started("dpo"), "dpo", 90)
+    (stages.root / "started-dpo").unlink()
+    flow, killed = flows.flow(), time.monotonic()
+    assert flow is not None
+    flow.kill()
+    wait_for(lambda: stages.has_started("dpo"), "another dpo", 150)
+    print(f"from kill to the trainer of the run that was started again: {time.monotonic() - killed:.0f} s")
+    stages.let_go("dpo")
+    assert ends(flows, str(newer(flows, flow_run)[0]["id"])) == "COMPLETED"
+
+
+# Output
+
+
+def test_a_flood_of_output_neither_blocks_nor_fills_the_database(flows: LocalFlows) -> None:
+    began = time.monotonic()
+    flow_run = flows.run("eval")
+    assert ends(flows, flow_run) == "COMPLETED"
+    seconds, rows = time.monotonic() - began, len(flows.logs(flow_run))
+    print(f"10 MB and 50,000 progress updates: {seconds:.0f} s, {rows} rows of log")
+    assert rows < 100
+    log = (flows.root / ".runs/eval/output.log").read_text()
+    assert "line 099999" in log and "step 49999" in log
+
+
+# The server goes away
+
+
+@pytest.mark.parametrize("signum", [signal.SIGSTOP, signal.SIGKILL], ids=["hung", "killed"])
+def test_a_server_that_goes_away_changes_nothing_in_the_result(flows: LocalFlows, stages: Waiting, signum: int) -> None:
+    stages.renew("pretrain")
+    flow_run = flows.run("pretrain")
+    wait_for(lambda: stages.has_started("pretrain"), "pretrain", 90)
+    server = flows.server()
+    assert server is not None
+    server.send_signal(signum)
+    try:
+        stages.let_go("pretrain")
+        wait_for(lambda: stages.is_done("pretrain"), "dvc.lock", 60)
+    finally:
+        if signum == signal.SIGSTOP:
+            server.send_signal(signal.SIGCONT)
+    wait_for(lambda: answers(flows), "the server again", 120)
+    state = ends(flows, flow_run, 240)
+    print(f"{signal.Signals(signum).name}: the flow run ended {state}")
+    if state == "CRASHED":
+        wait_for(lambda: newer(flows, flow_run), "a restart", 30)
+        flow_run = str(newer(flows, flow_run)[0]["id"])
+        state = ends(flows, flow_run)
+    assert state == "COMPLETED"
+    (stages.root / "started-pretrain").unlink()
+    assert ends(flows, flows.run("pretrain")) == "COMPLETED" and not stages.has_started("pretrain")
+
+
+def answers(flows: LocalFlows) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", flows.port)) == 0
+
+
+# `make flows` itself
+
+
+def test_a_second_make_flows_is_one_line_and_changes_nothing(flows: LocalFlows) -> None:
+    said = len(flows.log.read_text())
+    assert flows.popen().wait(60) == 0
+    assert f"runs already in this folder: {flows.root}" in flows.log.read_text()[said:]
+    assert len(flows.log.read_text()[said:].splitlines()) == 1
+    assert flows.worker() is not None and flows.process.poll() is None
+
+
+def test_a_server_that_serves_another_folder_is_left_alone(flows: LocalFlows, tmp_path: Path) -> None:
+    (tmp_path / "copy").mkdir()
+    waiting_stages(tmp_path / "copy")
+    other = LocalFlows(tmp_path / "copy", tmp_path / "prefect", flows.port)
+    assert other.popen().wait(60) == 1
+    [line] = other.log.read_text().splitlines()
+    assert f"serves {flows.root}" in line and "PREFECT_API_URL=" in line
+
+
+def test_another_program_on_the_port_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "copy").mkdir()
+    waiting_stages(tmp_path / "copy")
+    with socket.socket() as program:
+        program.bind(("127.0.0.1", 0))
+        program.listen()
+        other = LocalFlows(tmp_path / "copy", tmp_path / "prefect", program.getsockname()[1])
+        assert other.popen().wait(60) == 1
+    [line] = other.log.read_text().splitlines()
+    assert "another program uses this port" in line
+
+
+def test_a_run_without_a_server_is_refused_soon(flows: LocalFlows) -> None:
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "deployment", "run", "minimind/grpo"]
+    environment = flows.environment | {"PREFECT_API_URL": f"http://127.0.0.1:{free_port()}/api"}
+    ended = subprocess.run(command, env=environment, cwd=flows.root, capture_output=True, text=True, timeout=60)
+    print(ended.stdout, ended.stderr)
+    assert ended.returncode == 1 and "Traceback" not in ended.stdout + ended.stderr
+
+
+def test_make_flows_that_is_killed_takes_all_with_it_and_starts_again(flows: LocalFlows, stages: Waiting) -> None:
+    stages.renew("pretrain")
+    flow_run = flows.run("pretrain")
+    wait_for(lambda: stages.has_started("pretrain"), "pretrain", 90)
+    below = psutil.Process(flows.process.pid).children(recursive=True)
+    assert len(below) >= 5  # server, worker, flow, dvc, trainer
+    (stages.root / "started-pretrain").unlink()
+    os.kill(flows.process.pid, signal.SIGKILL)
+    flows.process.wait()
+    wait_for(lambda: gone(below), "everything to end", 60)
+    flows.start()
+    stages.let_go("pretrain")
+    wait_for(lambda: stages.is_done("pretrain"), "pretrain by the run that was started again", 240)
+    assert flows.state(flow_run) == "CRASHED"
+    wait_for(lambda: flows.flow() is None, "the flow to end", 60)
+
+
+def test_a_closed_terminal_ends_everything(flows: LocalFlows) -> None:
+    below = [*children(psutil.Process(flows.process.pid)), psutil.Process(flows.process.pid)]
+    flows.process.send_signal(signal.SIGHUP)
+    flows.process.wait(90)
+    assert gone(below[:-1])
+    flows.start()
