@@ -167,7 +167,8 @@ def _make_copy(experiment: Experiment) -> None:
     root, copy = experiment.root, experiment.workspace
     shutil.rmtree(copy, ignore_errors=True)  # what is left of a try that was killed
     copy.parent.mkdir(parents=True, exist_ok=True)
-    _git(root, "clone", "--quiet", "--no-checkout", str(root), str(copy))
+    # Objects are borrowed: a clone that links or copies them fails when another process writes some at that moment.
+    _git(root, "clone", "--quiet", "--shared", "--no-checkout", str(root), str(copy))
     _git(copy, "checkout", "--quiet", "--detach", experiment.baseline)
     if _git(root, "rev-parse", "--quiet", "--verify", experiment.ref, allow_failure=True):
         _git(copy, "fetch", "--quiet", "--no-tags", str(root), experiment.ref)
