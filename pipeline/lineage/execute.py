@@ -71,7 +71,7 @@ def _attempt(
     """One `dvc repro`, and whether it failed only because another process is at work."""
     started_s = time.time()
     tail: deque[str] = deque(maxlen=TAIL_LINES)
-    command = [sys.executable, "-m", "dvc", "repro", *pull_options(root), "--single-item", stage]
+    command = [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", *pull_options(root), "--single-item", stage]
     with (
         log.open("a", encoding="utf-8") as file,
         subprocess.Popen(
