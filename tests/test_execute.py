@@ -29,7 +29,7 @@ TRAINER = """
             raise DataError("row 3: no such role")
         stop.deferred = name == "slow"
         Path("pid").write_text(str(__import__("os").getpid()))
-        while name == "slow":
+        while name == "slow" and not Path("enough").exists():
             time.sleep(0.02)
             if stop.requested is not None:
                 raise Stopped(stop.requested, ", saved")
@@ -195,3 +195,17 @@ def test_a_live_trainer_is_waited_for_and_named_once(project: Path) -> None:
 def output(project: Path) -> list[str]:
     path = project / ".runs/slow/output.log"
     return path.read_text().splitlines() if path.exists() else []
+
+
+def test_a_stage_that_ends_while_dvc_is_busy_elsewhere_is_recorded_and_not_run_again(project: Path) -> None:
+    """DVC would give up after 3 s, and what was trained would be lost."""
+    from dvc.repo import Repo
+
+    running = Running(project, "slow")
+    running.trainer()
+    with Repo(str(project)).lock:
+        (project / "enough").touch()
+        wait_for((project / "slow.out").exists)
+        time.sleep(4)
+    assert running.end() == Outcome(0, "up to date")
+    assert running.lines.count("line 1") == 1 and "slow.out" in (project / "dvc.lock").read_text()

@@ -18,12 +18,13 @@ from dvc.repo import Repo
 from pipeline.errors import PipelineError
 from pipeline.lineage.cache import unused_in_cache
 from pipeline.lineage.housekeeping import collect, freed_by, shown
-from pipeline.params.schema import Runtime
+from pipeline.params import load_params
 from pipeline.stage import stage_run
 from pipeline.supervise import hold
 from pipeline.tracking.leftovers import DAY_S, Limits
 from pipeline.tracking.run_folder import RunFolder, read_json, write_json
 
+ROOT = Path(__file__).parents[1]
 LIMITS = Limits(runs=1, age_s=DAY_S, keep_records=True)
 STAGES = """
 stages:
@@ -217,9 +218,9 @@ def test_what_an_interrupted_gc_has_moved_away_goes_next_time(root: Path) -> Non
 
 
 def open_stage(root: Path, stage: str = "grpo") -> Any:
-    runtime: dict[str, Any] = {"device": "cpu", "dtype": "auto", "threads": 1, "save_every_s": 1e9, "keep_saves": 2, "ranks": 1}
-    runtime |= {"progress": "off", "mlflow": False, "gradient_checkpointing": False}
-    return stage_run(stage, params={stage: {"lr": 1}}, inputs=[], runtime=Runtime(**runtime), root=root)
+    quiet = {"mlflow": False, "progress": "off", "save_every_s": 1e9}
+    runtime = load_params(ROOT / "params.yaml").runtime.model_copy(update=quiet)
+    return stage_run(stage, params={stage: {"lr": 1}}, inputs=[], runtime=runtime, root=root)
 
 
 def test_a_killed_run_resumes_after_a_gc(root: Path) -> None:

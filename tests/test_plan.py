@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -116,3 +117,18 @@ def test_targets_are_groups_too_and_unknown_ones_are_named(project: Path) -> Non
     assert [planned.stage for planned in read_plan(project, ["data"])] == ["code", "data@a", "data@b"]
     with pytest.raises(ParamsError, match="'trane': dvc.yaml has no such stage; did you mean `train`"):
         read_plan(project, ["trane"])
+
+
+def test_a_lock_file_that_is_being_written_is_waited_for(project: Path) -> None:
+    from dvc.repo import Repo
+
+    lock = project / "dvc.lock"
+    whole = lock.read_bytes()
+    with ThreadPoolExecutor(1) as pool:
+        with Repo(str(project)).lock:
+            lock.write_bytes(whole[: len(whole) // 2])  # DVC writes it in place
+            plan = pool.submit(read_plan, project)
+            with pytest.raises(TimeoutError):
+                plan.result(4)  # longer than DVC itself waits
+            lock.write_bytes(whole)
+        assert [planned.stage for planned in plan.result(60)] == [planned.stage for planned in read_plan(project)]

@@ -108,7 +108,16 @@ class _Attempt:
         with (
             log.open("a", encoding="utf-8") as file,
             subprocess.Popen(
-                [sys.executable, "-m", "dvc", "repro", *pull_options(self._root), "--single-item", self._stage],
+                [
+                    sys.executable,
+                    "-m",
+                    "dvc",
+                    "--wait-for-lock",
+                    "repro",
+                    *pull_options(self._root),
+                    "--single-item",
+                    self._stage,
+                ],
                 cwd=self._root,
                 env=self._environment,
                 stdin=subprocess.DEVNULL,

@@ -66,8 +66,9 @@ def read_plan(root: Path, targets: Sequence[str] = (), *, unsettled: Collection[
     from dvc.repo import Repo  # slow to import, and only who plans needs it
     from dvc.repo.reproduce import get_active_graph, plan_repro
 
-    with IN_PROCESS, Repo(os.fspath(root)) as repo:
-        graph = get_active_graph(repo.index.graph)
+    with IN_PROCESS, Repo(os.fspath(root), _wait_for_lock=True) as repo:
+        with repo.lock:  # DVC writes dvc.lock in place: without it half of one may be read
+            graph = get_active_graph(repo.index.graph)
         chosen = [stage for target in targets for stage in _named(graph, target)]
         planned: dict[str, Planned] = {}
         for stage in plan_repro(graph, chosen or None):
