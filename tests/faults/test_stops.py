@@ -52,8 +52,13 @@ def twin(lineage: Lineage, folder: Path) -> Result:
 
 @pytest.fixture
 def project(lineage: Lineage, folder: Path) -> Iterator[Project]:
-    yield lineage.copy_for("pretrain", folder / "project", {})
-    shutil.rmtree(folder / "project")
+    root = folder / "project"
+    yield lineage.copy_for("pretrain", root, {})
+    for process in psutil.process_iter(["cmdline"]):  # feeders outlive their trainers, and would make the folder again
+        command = process.info["cmdline"] or []
+        if "pipeline.tracking.feeder" in command and command[-1].startswith(str(root)):
+            process.kill()
+    shutil.rmtree(root)
 
 
 def run_folder(root: Path, stage: str = "pretrain") -> RunFolder:
