@@ -21,6 +21,7 @@ import torch
 
 from pipeline.curves import write_curve, write_metrics
 from pipeline.digests import digest
+from pipeline.params import load_params
 from pipeline.params.schema import Runtime
 from pipeline.stage import StageRun, stage_run
 from pipeline.supervise import hold
@@ -38,10 +39,8 @@ PARAMS: dict[str, Any] = {
 
 
 def _runtime(**changes: Any) -> Runtime:
-    values = {"device": "cpu", "dtype": "auto", "threads": 1, "save_every_s": 1e9, "keep_saves": 2, "progress": "off"}
-    return Runtime(
-        **{**values, "keep_every_steps": None, "ranks": 1, "mlflow": False, "gradient_checkpointing": False, **changes}
-    )
+    quiet = {"device": "cpu", "threads": 1, "save_every_s": 1e9, "progress": "off", "mlflow": False}
+    return load_params(ROOT / "params.yaml").runtime.model_copy(update=quiet | changes)
 
 
 def _open(root: Path, *, params: dict[str, Any] = PARAMS, **runtime: Any) -> Any:
