@@ -2,6 +2,9 @@
 
 A flow run whose process died is run again, with its own parameters. One whose worker died with it cannot report anything; it is
 marked as crashed when its heartbeats stay away, and then run again as well. Both hold for every deployment of the flow.
+
+A server that was started again in between holds back the crash of a run that had begun less than five minutes before it: Prefect
+waits a quarter of an hour for the event of that begin, and only then starts the run again.
 """
 
 from datetime import timedelta
@@ -22,7 +25,7 @@ time ends."""
 # All parameters at once, whatever the flow has. A run that was being cancelled gets a count that is refused.
 _SAME_PARAMETERS = (
     "{{ dict(flow_run.parameters, restarts=flow_run.parameters.get('restarts', 0)"
-    " + (99 if event.payload['intended']['from'] == 'CANCELLING' else 1)) | tojson }}"
+    " + (99 if event.payload['intended']['from'] in ('CANCELLING', 'CANCELLED') else 1)) | tojson }}"
 )
 _OURS: dict[str, str | list[str]] = {"prefect.resource.role": "flow", "prefect.resource.name": FLOW}
 _HEARTBEAT = "prefect.flow-run.heartbeat"
@@ -81,11 +84,14 @@ def ensure_automations() -> None:
     """
     with get_client(sync_client=True) as client:
         for automation in automations():
-            if known := client.read_automations_by_name(automation.name):
-                automation.enabled = known[0].enabled
-                client.update_automation(known[0].id, automation)
-            else:
+            known = next(iter(client.read_automations_by_name(automation.name)), None)
+            if known is None:
                 client.create_automation(automation)
+                continue
+            automation.enabled = known.enabled
+            # An update makes the server forget whose heartbeats it is waiting for.
+            if AutomationCore(**known.model_dump()).model_dump() != automation.model_dump():
+                client.update_automation(known.id, automation)
 
 
 if __name__ == "__main__":

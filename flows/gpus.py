@@ -11,7 +11,8 @@ from threading import Event
 
 import httpx
 from prefect import get_client, get_run_logger
-from prefect.client.schemas.objects import ConcurrencyLeaseHolder, ConcurrencyLimit
+from prefect.client.schemas.objects import ConcurrencyLeaseHolder
+from prefect.client.schemas.responses import GlobalConcurrencyLimitResponse
 from prefect.concurrency.asyncio import AcquireConcurrencySlotTimeoutError, ConcurrencySlotAcquisitionError
 from prefect.concurrency.sync import concurrency
 from prefect.exceptions import ObjectNotFound
@@ -67,53 +68,55 @@ def _slots(stage: str, root: Path) -> int:
 
 def _occupy(held: ExitStack, stage: str, wanted: int, stop: Event) -> None:
     told = ""
-    holder = ConcurrencyLeaseHolder(type="task_run", id=task_run.id)
     while not stop.is_set() and (limit := _read_limit()) is not None:
-        if wanted > limit.concurrency_limit:
+        if wanted > limit.limit:
             raise ParamsError(
                 f"params.yaml: runtime.ranks={wanted}: {stage} needs a GPU per rank, and runtime.gpus was "
-                f"{limit.concurrency_limit} when `make flows` started"
+                f"{limit.limit} when `make flows` started"
             )
-        try:
-            slots = concurrency(
-                _LIMIT,
-                wanted,
-                timeout_seconds=ASK_S,
-                max_retries=0,
-                lease_duration=LEASE_S,
-                holder=holder,
-                raise_on_lease_renewal_failure=False,
-            )
-            held.enter_context(slots)
+        # Asked first: Prefect logs an error for every refusal.
+        if wanted <= limit.limit - limit.active_slots and _is_given(held, wanted):
             return
-        except ConcurrencySlotAcquisitionError as error:
-            if not _is_taken(error):
-                raise
-        if (said := f"{_holders(limit)} (runtime.gpus={limit.concurrency_limit})") != told:
+        if (said := f"{_holders()} (runtime.gpus={limit.limit})") != told:
             get_run_logger().info("%s waits for a GPU in use by %s", stage, said)
             told = said
         stop.wait(POLL_S)
 
 
-def _is_taken(error: ConcurrencySlotAcquisitionError) -> bool:
-    """Whether the server refused because all slots are held, rather than for another reason."""
-    cause = error.__cause__
-    return isinstance(cause, httpx.HTTPStatusError) and cause.response.status_code == httpx.codes.LOCKED
+def _is_given(held: ExitStack, wanted: int) -> bool:
+    """Whether there were as many slots; they are held until `held` closes."""
+    slots = concurrency(
+        _LIMIT,
+        wanted,
+        timeout_seconds=ASK_S,
+        max_retries=0,
+        lease_duration=LEASE_S,
+        holder=ConcurrencyLeaseHolder(type="task_run", id=task_run.id),
+        raise_on_lease_renewal_failure=False,
+    )
+    try:
+        held.enter_context(slots)
+    except ConcurrencySlotAcquisitionError as error:
+        cause = error.__cause__
+        if isinstance(cause, httpx.HTTPStatusError) and cause.response.status_code == httpx.codes.LOCKED:
+            return False  # another run was faster
+        raise
+    return True
 
 
-def _read_limit() -> ConcurrencyLimit | None:
+def _read_limit() -> GlobalConcurrencyLimitResponse | None:
     with get_client(sync_client=True) as client:
         try:
-            return client.read_concurrency_limit_by_tag(TAG)
+            return client.read_global_concurrency_limit_by_name(_LIMIT)
         except ObjectNotFound:
             return None
 
 
-def _holders(limit: ConcurrencyLimit) -> str:
+def _holders() -> str:
     """The stages that hold slots, with their flow runs."""
     found = []
     with get_client(sync_client=True) as client:
-        for identifier in dict.fromkeys(limit.active_slots):
+        for identifier in dict.fromkeys(client.read_concurrency_limit_by_tag(TAG).active_slots):
             try:
                 holder = client.read_task_run(identifier)
                 flow = client.read_flow_run(holder.flow_run_id) if holder.flow_run_id else None

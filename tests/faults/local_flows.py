@@ -157,7 +157,12 @@ class LocalFlows:
     # What Prefect says
 
     def api(self, method: str, path: str, content: Any = None) -> Any:
-        answer = httpx.request(method, f"{self.url}{path}", json=content, timeout=30)
+        end = time.monotonic() + 30
+        while True:
+            answer = httpx.request(method, f"{self.url}{path}", json=content, timeout=30)
+            if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE or time.monotonic() > end:
+                break
+            time.sleep(0.5)  # its database is busy; Prefect's own client asks again, too
         assert answer.status_code < 300, f"{method} {path}: {answer.status_code} {answer.text}"
         return answer.json() if answer.content else None
 
