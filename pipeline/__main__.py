@@ -82,6 +82,20 @@ def gc(
         typer.echo(line)
 
 
+@app.command()
+def whence(
+    file: Annotated[Path, typer.Argument(help="a checkpoint, or anything else that a stage wrote, under any name")],
+    as_json: Annotated[bool, typer.Option("--json", help="everything, for programs")] = False,
+) -> None:
+    """Say where a file came from: stage, commit, parameters, parents up to the corpus, run, evaluation."""
+    from pipeline.commands import whence as command
+    from pipeline.tracking.home import home
+
+    origin = command.whence(file, Path.cwd(), home(Path.cwd()) / ".runs")
+    for line in [command.as_json(origin)] if as_json else command.as_text(origin):
+        typer.echo(line)
+
+
 Model = Annotated[str, typer.Argument(help="pretrain, full_sft, lora, dpo, ppo, grpo or agent")]
 
 

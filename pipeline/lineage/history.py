@@ -1,0 +1,141 @@
+"""Where bytes came from: every version of dvc.lock that the repository knows, the workspace's first.
+
+A lock file says for every stage which digests it read and which it wrote. So a file's digest is enough to find the stage that
+wrote it, and from there, through what that stage read, everything before it.
+"""
+
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from pipeline.yaml_files import read_yaml
+
+LOCK = "dvc.lock"
+CODE = "data/code/"
+"""Hashes of code, which the commit says better."""
+PLACEHOLDER = "external/None"
+"""What a stage reads where params.yaml names no external file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """One execution of a stage, as a lock file records it.
+
+    Attributes:
+        stage: its name, such as `encode@dpo`.
+        params: its parameters by full key.
+        deps: digest by path of the data that it read.
+        outs: digest by path of what it wrote.
+    """
+
+    stage: str
+    params: dict[str, Any]
+    deps: dict[str, str]
+    outs: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Lock:
+    """One version of dvc.lock.
+
+    Attributes:
+        commit: the commit that brought it, or None for the workspace's.
+        time: that commit's time (ISO 8601), or None.
+        stages: what it records, by stage.
+    """
+
+    commit: str | None
+    time: str | None
+    stages: dict[str, Made]
+
+    @cached_property
+    def _makers(self) -> dict[tuple[str, str], Made]:
+        return {out: made for made in self.stages.values() for out in made.outs.items()}
+
+    def find(self, digest: str) -> tuple[Made, str]:
+        """The stage that wrote this digest, and to which path.
+
+        Raises:
+            KeyError: none of its stages did; at most they read it.
+        """
+        for (path, known), made in self._makers.items():
+            if known == digest:
+                return made, path
+        raise KeyError(digest)
+
+    def ancestry(self, made: Made) -> list[Made]:
+        """`made` and every stage before it, parents first; versions of an input that this lock does not have are left out."""
+        ordered: dict[str, Made] = {}
+        for dep in made.deps.items():
+            if dep in self._makers:
+                ordered |= {each.stage: each for each in self.ancestry(self._makers[dep])}
+        return list((ordered | {made.stage: made}).values())
+
+    def sources(self, made: Made) -> dict[str, str]:
+        """Digest by path of what `made` and the stages before it read and none of them wrote: where everything came from."""
+        read = {dep for each in self.ancestry(made) for dep in each.deps.items()}
+        return dict(sorted(read - self._makers.keys()))
+
+
+def locks_with(root: Path, digest: str) -> Iterator[Lock]:
+    """The versions of dvc.lock in which a stage wrote a digest: the workspace's, then the commits that brought it, newest first.
+
+    Branches, tags and DVC's experiments count. Outside git there is the workspace's alone.
+
+    Args:
+        root: the repository.
+        digest: as in dvc.lock; a folder's ends in `.dir`.
+    """
+    if (root / LOCK).is_file() and digest in (root / LOCK).read_text(encoding="utf-8"):
+        yield from _if_written(Lock(None, None, _stages(read_yaml(root / LOCK))), digest)
+    # -S: the commits in which the number of occurrences changes, so those that bring a digest and those that drop it.
+    for line in _git(root, "log", "--all", "--format=%H %cI", f"-S{digest}", "--", LOCK).splitlines():
+        commit, _, time = line.partition(" ")
+        text = _git(root, "show", f"{commit}:./{LOCK}")
+        if digest in text:
+            yield from _if_written(Lock(commit, time, _stages(YAML(typ="safe", pure=True).load(text))), digest)
+
+
+def _if_written(lock: Lock, digest: str) -> Iterator[Lock]:
+    if any(digest in made.outs.values() for made in lock.stages.values()):
+        yield lock
+
+
+def file_at(root: Path, commit: str | None, path: str) -> str | None:
+    """A tracked file's text in a commit (None: in the workspace); None where there is no such file."""
+    if commit is None:
+        return (root / path).read_text(encoding="utf-8") if (root / path).is_file() else None
+    return _git(root, "show", f"{commit}:./{path}") or None
+
+
+def _stages(lock: Any) -> dict[str, Made]:
+    return {name: _made(name, entry) for name, entry in lock["stages"].items() if name != "code"}
+
+
+def _made(name: str, entry: dict[str, Any]) -> Made:
+    params = {key: value for keys in entry.get("params", {}).values() for key, value in keys.items()}
+    deps, outs = ({each["path"]: each["md5"] for each in entry.get(kind, [])} for kind in ("deps", "outs"))
+    data = {path: md5 for path, md5 in deps.items() if not path.startswith(CODE) and path != PLACEHOLDER}
+    return Made(name, dict(_flat(params)), data, outs)
+
+
+def _flat(params: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in params.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _git(root: Path, *arguments: str) -> str:
+    """What git says; nothing outside a repository, or where git knows no such thing."""
+    try:
+        ended = subprocess.run(["git", *arguments], cwd=root, capture_output=True, encoding="utf-8", check=False)
+    except FileNotFoundError:
+        return ""
+    return ended.stdout if ended.returncode == 0 else ""

@@ -1,0 +1,144 @@
+"""Where a file came from, in a small lineage of real DVC stages under git."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pipeline.__main__ import app
+from pipeline.commands.whence import Origin, as_json, as_text, whence
+from pipeline.digests import digest
+from pipeline.errors import DataError
+
+STAGES = """
+stages:
+  base:
+    cmd: (echo base; cat corpus.txt) > base.bin
+    deps: [corpus.txt]
+    outs: [base.bin]
+  left:
+    cmd: (cat base.bin; grep lr params.yaml) > left.bin
+    deps: [base.bin]
+    params: [left]
+    outs: [left.bin]
+  eval:
+    cmd: mkdir -p metrics; echo '{"left":{"score":0.5,"score_low":0.4,"score_high":0.6,"score_n":9.0}}' > metrics/eval.json
+    deps: [left.bin]
+    metrics:
+      - metrics/eval.json: {cache: false}
+"""
+
+
+def run(root: Path, *command: str) -> None:
+    author = {f"GIT_{who}_{what}": "nobody@example.org" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    subprocess.run(command, cwd=root, check=True, capture_output=True, env=os.environ | author)
+
+
+def repro(root: Path, lr: str) -> None:
+    (root / "params.yaml").write_text(f"left:\n  lr: {lr}\n  seed: 1\n")
+    run(root, sys.executable, "-m", "dvc", "repro", "-q")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two committed versions, lr 1 and lr 2, and an uncommitted third in the workspace; each left.bin kept aside."""
+    root = tmp_path_factory.mktemp("project")
+    run(root, "git", "init", "-q")
+    run(root, sys.executable, "-m", "dvc", "init", "-q")
+    (root / "dvc.yaml").write_text(STAGES)
+    (root / "corpus.txt").write_text("corpus\n")
+    (root / ".gitignore").write_text("/*.bin\n/kept*\n/.runs\n")
+    for number in (1, 2, 3):
+        repro(root, f"{number}e-4")
+        shutil.copy(root / "left.bin", root / f"kept{number}.pth")
+        if number < 3:
+            run(root, "git", "add", ".")
+            run(root, "git", "commit", "-qm", f"version {number}")
+    return root
+
+
+def origin(project: Path, file: str) -> Origin:
+    return whence(project / file, project, project / ".runs")
+
+
+def test_a_renamed_file_is_traced_to_the_corpus(project: Path) -> None:
+    found = origin(project, "kept1.pth")
+    assert (found.path, found.in_workspace) == ("left.bin", False)
+    assert [step.stage for step in found.steps] == ["base", "left"]
+    assert found.steps[-1].params == {"left.lr": 1e-4, "left.seed": 1}
+    assert found.steps[-1].deps == {"base.bin": digest(project / "base.bin")}
+    assert found.sources == {"corpus.txt": digest(project / "corpus.txt")}
+    first = subprocess.run(
+        ["git", "rev-list", "--max-parents=0", "HEAD"], cwd=project, capture_output=True, text=True, check=True
+    )
+    assert [each["commit"] for each in found.commits] == [first.stdout.strip()]
+    assert found.evaluation == {"score": 0.5, "score_low": 0.4, "score_high": 0.6, "score_n": 9.0}
+
+
+def test_the_workspace_counts_before_it_is_committed(project: Path) -> None:
+    found = origin(project, "kept3.pth")
+    assert found.in_workspace and found.commits == [] and found.steps[-1].params["left.lr"] == 3e-4
+
+
+def test_what_no_lock_names_is_foreign(project: Path) -> None:
+    changed = project / "kept1.pth.changed"
+    changed.write_bytes((project / "kept1.pth").read_bytes() + b"!")
+    with pytest.raises(DataError, match="no version of dvc.lock"):
+        origin(project, changed.name)
+    with pytest.raises(DataError, match="no such file"):
+        origin(project, "absent.pth")
+
+
+def test_a_source_is_foreign_too(project: Path) -> None:
+    with pytest.raises(DataError, match="no version of dvc.lock, here or in a commit, names these bytes as"):
+        origin(project, "corpus.txt")
+
+
+def test_outside_git_the_workspace_is_all(project: Path, tmp_path: Path) -> None:
+    for name in ("dvc.lock", "kept1.pth", "kept3.pth"):
+        shutil.copy(project / name, tmp_path / name)
+    assert origin(tmp_path, "kept3.pth").in_workspace
+    with pytest.raises(DataError):
+        origin(tmp_path, "kept1.pth")
+
+
+def write_run(project: Path, number: int, *, lr: float, code: int, base: str) -> None:
+    folder = project / ".runs" / "left" / f"key{lr}" / str(number)
+    folder.mkdir(parents=True)
+    about = {
+        "name": f"left {number}",
+        "started_s": 100.0 * number,
+        "tracking_uri": "sqlite:///x.db",
+        "params": {"left": {"lr": lr, "seed": 1}},
+        "tags": {"dvc.base.bin": base},
+    }
+    (folder / "run.json").write_text(json.dumps(about))
+    (folder / "exit.json").write_text(json.dumps({"code": code, "reason": "", "time_s": 100.0 * number + 7}))
+    (folder / "feeder.json").write_text(json.dumps({"run_id": f"id{number}"}))
+
+
+def test_the_run_is_the_newest_finished_one_of_the_same_recipe(project: Path) -> None:
+    base = digest(project / "base.bin")
+    write_run(project, 1, lr=1e-4, code=0, base=base)
+    write_run(project, 2, lr=1e-4, code=0, base=base)
+    write_run(project, 3, lr=1e-4, code=143, base=base)
+    write_run(project, 4, lr=2e-4, code=0, base=base)
+    write_run(project, 5, lr=1e-4, code=0, base="another")
+    found = origin(project, "kept1.pth").steps[-1].run
+    assert found is not None and (found.name, found.mlflow, found.seconds) == ("left 2", "id2", 7.0)
+    assert found.folder == ".runs/left/key0.0001/2"
+
+
+def test_the_command_prints_text_and_strict_json(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project)
+    text = CliRunner().invoke(app, ["whence", "kept2.pth"]).stdout
+    assert text.splitlines()[0].startswith("kept2.pth is left.bin, written by stage left (md5 ")
+    assert "params      left.lr 0.0002" in text and "evaluated   score 0.500 [0.400, 0.600]" in text
+    printed = CliRunner().invoke(app, ["whence", "--json", "kept2.pth"]).stdout
+    assert json.loads(printed) == json.loads(as_json(origin(project, "kept2.pth"))) | {"file": "kept2.pth"}
+    assert list(as_text(origin(project, "kept2.pth")))[-1].startswith("source      corpus.txt ")
