@@ -88,7 +88,7 @@ def whence(
     as_json: Annotated[bool, typer.Option("--json", help="everything, for programs")] = False,
 ) -> None:
     """Say where a file came from: stage, commit, parameters, parents up to the corpus, run, evaluation."""
-    from pipeline.commands import whence as command
+    from pipeline.lineage import whence as command
     from pipeline.tracking.home import home
 
     origin = command.whence(file, Path.cwd(), home(Path.cwd()) / ".runs")

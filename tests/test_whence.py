@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from pipeline.__main__ import app
-from pipeline.commands.whence import Origin, as_json, as_text, whence
 from pipeline.digests import digest
 from pipeline.errors import DataError
+from pipeline.lineage.whence import Origin, as_json, as_text, whence
 
 STAGES = """
 stages:
