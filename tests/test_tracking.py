@@ -205,16 +205,23 @@ def _train(root: Path, total: int = 60) -> None:
             run.checkpoint(step, lambda: state)
 
 
+def _newest_step(root: Path) -> int:
+    saves = (int(path.stem.removeprefix("state-")) for path in root.glob(".runs/*/*/*/state-*.json"))
+    return max(saves, default=0)
+
+
 def test_any_kill_leaves_the_same_records_and_result(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     twin = tmp_path_factory.mktemp("twin")
     (twin / "parent.pth").write_bytes(b"weights")
     _train(twin)
     fork = multiprocessing.get_context("fork")
     killed = 0
-    for wait_s in (0.05, 0.06, 0.07, 0.08, 0.09, 0.1):
+    for steps in (3, 5, 2, 9, 4, 6):  # saved since the kill before; where in the next one the kill falls, the scheduler decides
+        aim = _newest_step(repository) + steps
         process = fork.Process(target=_train, args=(repository,))
         process.start()
-        time.sleep(wait_s)
+        while _newest_step(repository) < aim and process.is_alive():
+            time.sleep(0.001)
         process.kill()
         process.join()
         killed += process.exitcode == -signal.SIGKILL
