@@ -53,7 +53,8 @@ def replay(
     everything: Annotated[bool, typer.Option("--all", help="every ended run that MLflow has not wholly")] = False,
 ) -> None:
     """Send MLflow what it lacks of runs: while it was away, or into another store (MLFLOW_TRACKING_URI)."""
-    from pipeline.tracking.replay import find_runs, incomplete_runs, send_missing  # imports MLflow
+    from pipeline.tracking.records import find_runs
+    from pipeline.tracking.replay import incomplete_runs, send_missing  # imports MLflow
     from pipeline.tracking.store import limit_waiting
 
     if bool(runs) == everything:

@@ -15,10 +15,13 @@ ROOTS = ("pipeline", "stages")
 
 EXECUTION_ONLY = (
     "pipeline.__main__",
+    "pipeline.diagnosis",
     "pipeline.environment",
     "pipeline.errors",
     "pipeline.lineage",
+    "pipeline.pages",
     "pipeline.params",  # one schema for all stages: a key added for one would rerun all; DVC tracks the values themselves
+    "pipeline.reading",
     "pipeline.stage",
     "pipeline.supervise",
     "pipeline.tracking",

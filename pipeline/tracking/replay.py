@@ -3,40 +3,11 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pipeline.errors import HeldError, ParamsError, PipelineError
+from pipeline.errors import HeldError, PipelineError
 from pipeline.supervise import hold, is_held
-from pipeline.tracking.run_folder import RunFolder, read_json
+from pipeline.tracking.records import all_runs
+from pipeline.tracking.run_folder import RunFolder
 from pipeline.tracking.sender import TRACKER_FAULTS, Sender, is_complete
-
-
-def find_runs(root: Path, names: Sequence[str]) -> list[RunFolder]:
-    """The run folders that are meant.
-
-    Args:
-        root: the repository.
-        names: each the path of a run folder, a stage (its newest run) or the id of an MLflow run.
-
-    Raises:
-        ParamsError: a name is none of these.
-    """
-    folders = all_runs(root)
-    return [_find(root, name, folders) for name in names]
-
-
-def all_runs(root: Path) -> list[RunFolder]:
-    """Every run below `.runs`, in order of their last starts."""
-    abouts = (root / ".runs").glob("*/*/*/run.json")
-    return [RunFolder(path.parent) for path in sorted(abouts, key=lambda path: path.stat().st_mtime)]
-
-
-def _find(root: Path, name: str, folders: Sequence[RunFolder]) -> RunFolder:
-    named = RunFolder((root / name).resolve())
-    if named.about.exists():
-        return named
-    for folder in reversed(folders):
-        if name in (folder.stage, read_json(folder.feeder_note).get("run_id")):
-            return folder
-    raise ParamsError(f"{name}: no run folder, no stage that has run here and no MLflow run of one; `ls .runs/*/*` shows them")
 
 
 def send_missing(folders: Sequence[RunFolder], uri: str | None) -> Iterator[str]:

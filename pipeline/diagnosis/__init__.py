@@ -1,0 +1,1 @@
+"""What the signals of a run mean, in plain words: `docs/diagnosis.md`."""

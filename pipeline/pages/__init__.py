@@ -1,0 +1,1 @@
+"""Self-contained HTML: no script from elsewhere, no request, readable on a phone."""
