@@ -258,7 +258,7 @@ def stage_run(
             check_space(stage, folder, root, params, inputs, runtime.keep_saves)
             run = StageRun(stage, root, folder, runtime, stop, launched_ranks() if ranked else ALONE)
             stack.callback(run.close)
-            _describe(run, key, params, known)
+            _describe(run, key, params, known | code)
             if runtime.mlflow:
                 _start_feeder(run)
             yield run
