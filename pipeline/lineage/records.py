@@ -62,10 +62,14 @@ def tracked_run(root: Path, home: Path, stage: str) -> TrackedRun | None:
     recipe = runs / _key(root, stage, locked)
     for folder in sorted(recipe.glob("*"), key=lambda path: int(path.name) if path.name.isdecimal() else 0, reverse=True):
         if read_json(folder / "exit.json").get("code") == 0 and (run_id := read_json(folder / "feeder.json").get("run_id")):
-            uri = read_json(folder / "run.json").get("tracking_uri", "")
-            served = is_server(uri)
-            return TrackedRun(f"{uri.rstrip('/') if served else LOCAL_UI}/#/runs/{run_id}", served)
+            return run_page(read_json(folder / "run.json").get("tracking_uri", ""), run_id)
     return None
+
+
+def run_page(tracking_uri: str, run_id: str) -> TrackedRun:
+    """Where MLflow shows a run."""
+    served = is_server(tracking_uri)
+    return TrackedRun(f"{tracking_uri.rstrip('/') if served else LOCAL_UI}/#/runs/{run_id}", served)
 
 
 def _key(root: Path, stage: str, locked: Mapping[str, Any]) -> str:
