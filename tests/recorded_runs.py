@@ -1,4 +1,4 @@
-"""Run folders as stages leave them, written without training."""
+"""Run folders as stages leave them, and the origin of a file as `whence` finds it, without training."""
 
 import json
 import math
@@ -6,6 +6,8 @@ import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from pipeline.lineage.whence import Origin, Run, Step
 
 TERMS = ("answer", "length", "model")
 HOSTILE = "</script><img src=x onerror=alert(1)>'\"&{{ 7 * 7 }}"
@@ -21,7 +23,7 @@ def write_run(
     samples: Sequence[Mapping[str, Any]] = (),
     inputs: Mapping[str, str] | None = None,
     code: int | None = 0,
-    key: str | None = None,
+    experiment: str = "",
 ) -> Path:
     """One run; `code` None leaves it without an end.
 
@@ -29,9 +31,9 @@ def write_run(
         number: of the run, from which its start and the id of its MLflow run follow.
     """
     own = {"lr": 1e-4, "seed": 42} | dict(params or {})
-    folder = home / ".runs" / stage / (key or f"key{number}") / "1"
+    folder = home / ".runs" / stage / f"key{number}" / "1"
     folder.mkdir(parents=True)
-    about = {
+    about: dict[str, Any] = {
         "stage": stage,
         "name": f"{stage} · lr {own['lr']:g} · s{own['seed']}",
         "started_s": 1000.0 * number,
@@ -39,6 +41,8 @@ def write_run(
         "params": {stage: own},
         "tags": {"dvc.stage": stage} | {f"dvc.{path}": md5 for path, md5 in (inputs or {"data/in": "a" * 32}).items()},
     }
+    if experiment:
+        about["tags"]["dvc.experiment"] = experiment
     (folder / "run.json").write_text(json.dumps(about))
     lines = [json.dumps({"step": step, "time_s": 1.0, "metrics": dict(values)}) for step, values in metrics]
     (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
@@ -86,3 +90,20 @@ def answers(seed: int, steps: Sequence[int], prompts: int = 3, times: int = 2) -
         for prompt in range(prompts)
         for _ in range(times)
     ]
+
+
+def origin(run_folder: str, file: str = "kept.pth") -> Origin:
+    """raw -> data -> tokenizer -> encode -> model, the model reading all but raw; `late` is read by the model alone."""
+    run = Run(f"model {HOSTILE}", run_folder, "mlflow1", "sqlite:///mlflow.db", 1000.0, 60.0)
+    params = {"model.lr": 1e-4, "model.note": HOSTILE}
+    chain = [
+        Step("data", {}, {"raw": "r" * 32}, {"data.out": "d" * 32}, None),
+        Step("late", {}, {"raw": "r" * 32}, {"late.out": "l" * 32}, None),
+        Step("tokenizer", {}, {"data.out": "d" * 32}, {"tokenizer.out": "t" * 32}, None),
+        Step("encode", {}, {"data.out": "d" * 32, "tokenizer.out": "t" * 32}, {"encoded": "e" * 32}, None),
+    ]
+    reads = {path: md5 for step in chain for path, md5 in step.outs.items()}
+    made = Step("model", params, reads, {"model.pth": "m" * 32}, run)
+    commits = [{"commit": "1" * 40, "time": "2026-01-02T03:04:05"}]
+    evaluation = {"score": 0.5, "score_low": 0.4, "score_high": 0.6, "score_n": 9.0}
+    return Origin(file, "m" * 32, "model.pth", False, commits, [*chain, made], {"raw": "r" * 32}, evaluation)

@@ -119,5 +119,5 @@ class _Scale:
         """Position and label of about `number` round values."""
         from matplotlib.ticker import MaxNLocator  # slow to import
 
-        values = MaxNLocator(number, integer=whole).tick_values(self._low, self._high)
+        values = MaxNLocator(number, steps=[1, 2, 5, 10], integer=whole).tick_values(self._low, self._high)
         return [(self(value), f"{value:.6g}") for value in values if self._low <= value <= self._high]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pipeline.lineage.records import run_page
+from pipeline.lineage.records import TrackedRun, run_page
 from pipeline.pages.chart import COLOURS, charts
 from pipeline.pages.page import render
 from pipeline.reading.compare import Comparison, Interval, Judged, Metric
@@ -46,15 +46,14 @@ def _sides(comparison: Comparison) -> Iterator[dict[str, Any]]:
             "progress": progress(side.record),
             "seeds": len(repeats.runs) if repeats else "-",
             "place": side.place,
-            "url": mlflow_url(side.record),
+            "page": _mlflow_page(side.record),
         }
 
 
-def mlflow_url(record: Record | None) -> str | None:
-    """The page of the run's MLflow run; None without one."""
+def _mlflow_page(record: Record | None) -> TrackedRun | None:
     if record is None or record.mlflow_id is None:
         return None
-    return run_page(record.about.get("tracking_uri", ""), record.mlflow_id).url
+    return run_page(record.about.get("tracking_uri", ""), record.mlflow_id)
 
 
 def _judged(row: Judged) -> dict[str, Any]:
