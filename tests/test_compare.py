@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from pipeline import __main__ as command_line
 from pipeline.__main__ import app
 from pipeline.errors import ParamsError
+from pipeline.evaluation.results import METRICS
 from pipeline.reading.compare import as_json, compare
 from pipeline.reading.compare_text import printable
 from pipeline.reading.measured import direction, measure
@@ -57,6 +58,12 @@ def steps(key: str, values: list[float | None]) -> list[tuple[int, dict[str, flo
 )
 def test_direction(key: str, expected: str | None) -> None:
     assert direction(key) == expected
+
+
+def test_directions_are_those_of_the_evaluation() -> None:
+    assert {name: direction(f"grpo/{name}") for name in METRICS} == {
+        name: "up" if higher else "down" for name, (_, higher) in METRICS.items()
+    }
 
 
 def test_the_loss_of_reinforcement_has_no_best() -> None:

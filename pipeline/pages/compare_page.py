@@ -7,10 +7,10 @@ from pipeline.lineage.records import TrackedRun, run_page
 from pipeline.pages.chart import COLOURS, charts
 from pipeline.pages.page import render
 from pipeline.reading.compare import Comparison, Interval, Judged, Metric
-from pipeline.reading.compare_text import fact, overlaps, progress, shown, verdicts
 from pipeline.reading.measured import Measured
 from pipeline.reading.noise import Spread
 from pipeline.reading.samples import Aligned
+from pipeline.reading.wording import facts, overlaps, progress, shown, verdicts
 from pipeline.tracking.records import Record
 
 MAX_STEPS = 6
@@ -101,8 +101,7 @@ def _sample(sample: Aligned) -> dict[str, Any]:
     answers = []
     for answer in sample.answers:
         at = len(answer.text) if sample.differs_at is None else sample.differs_at
-        facts = [(key.removeprefix("term/"), fact(value)) for key, value in answer.facts.items()]
-        answers.append({"step": answer.step, "facts": facts, "same": answer.text[:at], "rest": answer.text[at:]})
+        answers.append({"step": answer.step, "facts": facts(answer), "same": answer.text[:at], "rest": answer.text[at:]})
     return {"subject": f"{sample.subject}: " if sample.subject else "", "prompt": sample.prompt, "answers": answers}
 
 

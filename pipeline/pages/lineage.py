@@ -8,8 +8,8 @@ import networkx
 
 from pipeline.lineage.whence import Origin, Step
 
-CHAR, LINE = 6.4, 16
-"""Width of a character and height of a line, in SVG units, with room to spare."""
+TITLE_CHAR, CHAR, LINE = 7.6, 6.4, 16
+"""Width of a character in a box's title and below it, and height of a line, in SVG units."""
 GAP_X, GAP_Y, PAD = 18, 34, 10
 SWEEPS = 8
 
@@ -46,7 +46,7 @@ def draw(origin: Origin) -> Drawing:
     graph, texts = _graph(origin)
     layers, edges = _layers(graph)
     _untangle(layers, edges)
-    widths = {node: CHAR * max(map(len, texts[node])) + 2 * PAD if node in texts else 8.0 for layer in layers for node in layer}
+    widths = {node: _width(texts[node]) if node in texts else 8.0 for layer in layers for node in layer}
     centres = _across(layers, edges, widths)
     left = min(centres[node] - widths[node] / 2 for node in widths)
     right = max(centres[node] + widths[node] / 2 for node in widths)
@@ -91,6 +91,10 @@ def _text(step: Step, origin: Origin) -> tuple[str, ...]:
         return step.stage, origin.path, origin.digest[:7]
     path, md5 = next(iter(sorted(step.outs.items(), key=lambda out: _is_minor(out[0]))))
     return step.stage, f"{path} {md5[:7]}"
+
+
+def _width(text: Sequence[str]) -> float:
+    return max(TITLE_CHAR * len(text[0]), CHAR * max(map(len, text))) + 2 * PAD
 
 
 def _is_minor(path: str) -> bool:

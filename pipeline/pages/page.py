@@ -6,7 +6,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from pipeline.errors import PipelineError
-from pipeline.reading.compare_text import shown
+from pipeline.reading.wording import shown
 
 
 def render(template: str, **values: Any) -> str:

@@ -10,9 +10,9 @@ from pipeline.pages.chart import charts
 from pipeline.pages.compare_page import measured
 from pipeline.pages.lineage import draw
 from pipeline.pages.page import render
-from pipeline.reading.compare_text import fact
 from pipeline.reading.measured import measure
 from pipeline.reading.samples import Aligned, align
+from pipeline.reading.wording import facts
 from pipeline.tracking.records import Record
 from pipeline.tracking.run_folder import RunFolder
 
@@ -60,5 +60,4 @@ def _samples(record: Record) -> list[dict[str, Any]]:
 
 def _sample(row: Aligned) -> dict[str, Any]:
     (answer,) = row.answers
-    facts = [(key.removeprefix("term/"), fact(value)) for key, value in answer.facts.items()]
-    return {"step": answer.step, "prompt": row.prompt, "text": answer.text, "facts": facts}
+    return {"step": answer.step, "prompt": row.prompt, "text": answer.text, "facts": facts(answer)}

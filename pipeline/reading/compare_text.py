@@ -1,17 +1,15 @@
 """A comparison on a terminal: tables that fit 100 columns, plain text where the output is piped."""
 
-import json
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.reading.compare import Comparison, Interval, Judged, Metric
+from pipeline.reading.compare import Comparison, Interval
 from pipeline.reading.measured import Measured
-from pipeline.reading.noise import Verdict
 from pipeline.reading.samples import Aligned, Answer
+from pipeline.reading.wording import facts, overlaps, progress, shown, verdicts
 from pipeline.tracking.records import Record
 
 PIPED_WIDTH = 100
@@ -66,23 +64,11 @@ def _sides(comparison: Comparison) -> Table:
     return table
 
 
-def progress(record: Record | None) -> str:
-    """How far a run came."""
-    if record is None:
-        return "its folder is gone"
-    return f"{record.steps}" + ("" if record.finished else ", running" if record.alive else ", not finished")
-
-
 def _config(comparison: Comparison) -> Table:
     table = _table("key", *comparison.labels)
     for row in comparison.config:
         table.add_row(Text(row.key), *(Text(shown(value)) for value in row.values))
     return table
-
-
-def shown(value: Any) -> str:
-    """A value of the configuration; `-` for none."""
-    return "-" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _metrics(comparison: Comparison) -> Table:
@@ -102,19 +88,6 @@ def _measured(value: Measured | None, record: Record | None, between: str) -> st
     return last if value.best is None else f"{last}{between}best {value.best:.4g} @{value.best_step}"
 
 
-def verdicts(metric: Metric) -> list[str]:
-    """Per side after the first: whether it differs from the first by more than seeds do, such as `outside (6)`: of 6 runs."""
-    first, *others = metric.spreads
-    return [
-        _verdict(verdict, sum(each.seeds for each in (first, other) if each))
-        for verdict, other in zip(metric.verdicts, others, strict=True)
-    ]
-
-
-def _verdict(verdict: Verdict, seeds: int) -> str:
-    return f"{verdict} ({seeds})" if verdict in ("inside", "outside") else verdict
-
-
 def _noise(comparison: Comparison) -> Text:
     if comparison.hint:
         return Text(f"Inside the spread of seeds: unknown: {comparison.hint}", style="yellow")
@@ -132,11 +105,6 @@ def _interval(interval: Interval | None) -> Text:
     return Text("-" if interval is None else f"{interval.value:.3f} [{interval.low:.3f}, {interval.high:.3f}]")
 
 
-def overlaps(judged: Judged) -> list[str]:
-    """Per side after the first: what its interval says of the difference."""
-    return ["-" if each is None else "intervals overlap" if each else "intervals apart" for each in judged.overlaps]
-
-
 def _samples(comparison: Comparison) -> Iterator[Text]:
     if not comparison.samples:
         return
@@ -151,8 +119,8 @@ def _sample(labels: Sequence[str], sample: Aligned) -> Iterator[Text]:
     prompt = sample.prompt if len(sample.prompt) <= PROMPT_CHARS else "…" + sample.prompt[-PROMPT_CHARS:]
     yield Text(f"\n{sample.subject} {printable(prompt)}".rstrip(), style="italic")
     for label, answer in zip(labels, sample.answers, strict=True):
-        facts = "  ".join(f"{key.removeprefix('term/')} {fact(value)}" for key, value in answer.facts.items())
-        yield Text(f"{label}  {printable(facts)}", style="dim")
+        told = "  ".join(f"{name} {value}" for name, value in facts(answer))
+        yield Text(f"{label}  {printable(told)}", style="dim")
         yield Text("   ") + _answer(answer, sample.differs_at)
 
 
@@ -163,11 +131,6 @@ def _answer(answer: Answer, differs_at: int | None) -> Text:
     if differs_at is not None:
         text.append(DIFFERS + printable(after) + ("…" if len(answer.text) > at + AFTER_CHARS else ""), style="bold")
     return text
-
-
-def fact(value: Any) -> str:
-    """A value of a sample's row."""
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def printable(text: str) -> str:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from pipeline.evaluation.results import METRICS
 from pipeline.tracking.records import Record, Series
 
 Direction = Literal["up", "down"]
@@ -20,8 +19,15 @@ _UP = (
     "value/explained_variance",
     "tokenizer/*_per_token",
     "tokenizer/round_trip_frac",
+    # Of an evaluation. `pipeline.evaluation` has their list, but imports torch; a test compares the two.
+    "*/stops_frac",
+    "*/qa_exact*",
+    "*/preference_accuracy",
+    "*/reward_mean",
+    "*/reward_term_*",
+    "*/tool_*",
 )
-_DOWN = ("train/loss", "val/loss", "val/bits_per_byte", "value/loss", "policy/*kl*", "tool/error_frac", "moe/aux_loss")
+_DOWN = ("train/loss", "val/loss", "*/bits_per_byte", "value/loss", "policy/*kl*", "tool/error_frac", "moe/aux_loss")
 
 
 def direction(key: str, *, reinforcement: bool = False) -> Direction | None:
@@ -33,9 +39,7 @@ def direction(key: str, *, reinforcement: bool = False) -> Direction | None:
     """
     if key == "train/loss" and reinforcement:
         return None
-    if (name := key.rpartition("/")[2]) in METRICS:
-        return "up" if METRICS[name][1] else "down"
-    if name.startswith("reward_term_") or any(fnmatchcase(key, pattern) for pattern in _UP):
+    if any(fnmatchcase(key, pattern) for pattern in _UP):
         return "up"
     return "down" if any(fnmatchcase(key, pattern) for pattern in _DOWN) else None
 
