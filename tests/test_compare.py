@@ -21,6 +21,7 @@ from pipeline.reading.measured import direction, measure
 from pipeline.reading.noise import repeats_of, spread, verdict
 from pipeline.reading.samples import align
 from pipeline.reading.sides import find_sides
+from pipeline.reading.wording import verdicts
 from pipeline.tracking.records import Record
 from pipeline.tracking.run_folder import RunFolder
 
@@ -124,8 +125,10 @@ def test_without_repeated_seeds_nothing_is_known(tmp_path: Path) -> None:
 
 
 def test_seeds_alone_are_no_other_recipe(tmp_path: Path) -> None:
-    first, second = (repeats_of(each, tmp_path) for each in write_seeds(tmp_path, 1, [1.0, 2.0]))
+    """1, 2 and 3: mean 2, standard deviation 1."""
+    first, second, _ = (repeats_of(each, tmp_path) for each in write_seeds(tmp_path, 1, [1.0, 2.0, 3.0]))
     assert verdict(first, second, "reward/mean") == "same recipe"
+    assert verdicts(compare(tmp_path, tmp_path, ["mlflow1", "mlflow2"]).metrics[0]) == ["seeds: 2 ± 1"]
 
 
 def test_only_finished_runs_of_the_recipe_count(tmp_path: Path) -> None:
@@ -278,6 +281,12 @@ def test_intervals_overlap_or_not(lineage: Path) -> None:
 def test_parameters_of_parents_differ_too(lineage: Path) -> None:
     found = {row.key: row.values for row in compare(lineage, lineage, [".runs/grpo/key0/1", "based"], "grpo").config}
     assert found["base.lr"] == (1.0, 2.0) and "grpo.lr" not in found and "input base.pth" in found
+
+
+def test_a_parent_that_one_side_lacks_is_no_difference(lineage: Path) -> None:
+    write_run(lineage, 9, stage="base", params={"lr": 1.0, "seed": 1}, inputs={"corpus": "c" * 32})
+    found = {row.key: row.values for row in compare(lineage, lineage, [".runs/grpo/key0/1", "base"]).config}
+    assert found["lr"] == (0.1, 1.0) and "base.lr" not in found
 
 
 def test_an_experiment_that_changes_a_parent_is_asked_for_by_stage(lineage: Path) -> None:

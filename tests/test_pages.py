@@ -64,10 +64,14 @@ def test_pages_load_nothing(page: str) -> None:
 
 def test_answers_part_where_they_differ(tmp_path: Path) -> None:
     for number, text in ((1, "the same, then <b>one"), (2, "the same, then <i>two")):
-        write_run(tmp_path, number, samples=[{"step": 1, "prompt": "p", "completion": text}])
+        rows = [("p", text), ("p", text), ("ends", text[: 13 + number]), ("equal", "as it is")]
+        samples = [{"step": 1, "prompt": prompt, "completion": completion} for prompt, completion in rows]
+        write_run(tmp_path, number, samples=samples)
     html = compare_page(compare(tmp_path, tmp_path, ["mlflow1", "mlflow2"]))
     assert 'the same, then &lt;<mark>b</mark><span class="parts">&gt;one</span>' in html
     assert 'the same, then &lt;<mark>i</mark><span class="parts">&gt;two</span>' in html
+    assert 'the same, then<mark>∎</mark><span class="parts"></span>' in html and html.count(">as it is</div>") == 2
+    assert html.count('<div class="text prompt">') == 3  # a prompt that was sampled twice stands once
 
 
 def test_pages_without_run_folders_are_whole(tmp_path: Path) -> None:
@@ -110,10 +114,18 @@ def test_flat_single_and_missing_curves_are_drawn() -> None:
     assert [line.colour for line in drawn.lines] == [0, 2] and "nan" not in str(drawn)
 
 
-def test_charts_are_grouped_and_constant_summaries_left_out() -> None:
+def test_charts_are_grouped_and_constant_ones_left_out() -> None:
     moving = Series([1, 2], [0.0, 1.0])
     found = charts(
-        [{"time/step_s": moving, "policy/ref_kl": moving, "val/loss_start": Series([0], [1.0])}, {"reward/mean": moving}]
+        [
+            {
+                "time/step_s": moving,
+                "policy/ref_kl": moving,
+                "val/loss_start": Series([0], [1.0]),
+                "stop/context": Series([1, 2], [0.0, 0.0]),
+            },
+            {"reward/mean": moving},
+        ]
     )
     assert [(each.group, each.title) for each in found] == [
         ("Reward", "reward/mean"),

@@ -126,7 +126,7 @@ def evaluation_of(root: Path, lock: Lock, made: Made) -> dict[str, float]:
     """What metrics/eval.json of the same commit says of the model, if `eval` had read it then."""
     judge = lock.stages.get("eval")
     text = file_at(root, lock.commit, EVALUATION)
-    if judge is None or text is None or not made.outs.items() <= (judge.deps | made.outs).items():
+    if judge is None or text is None or not made.outs.items() <= (made.outs | judge.deps).items():
         return {}
     if not made.outs.keys() & judge.deps.keys():
         return {}

@@ -55,13 +55,13 @@ class Chart:
 
 
 def charts(runs: Sequence[Mapping[str, Series]]) -> list[Chart]:
-    """A chart of every metric that moves, in the order of `GROUPS`; metrics with one value are left to the tables.
+    """A chart of every metric that moves in some run, in the order of `GROUPS`; the others are left to the tables.
 
     Args:
         runs: per run, its metrics; a run keeps its colour in every chart.
     """
     keys = dict.fromkeys(key for metrics in runs for key in metrics)
-    moving = [key for key in keys if any(key in metrics and len(metrics[key].steps) > 1 for metrics in runs)]
+    moving = [key for key in keys if any(key in metrics and len(set(metrics[key].values)) > 1 for metrics in runs)]
     return [chart(_place(key)[1], key, [metrics.get(key) for metrics in runs]) for key in sorted(moving, key=_place)]
 
 

@@ -15,6 +15,8 @@ from pipeline.tracking.records import Record
 
 MAX_STEPS = 6
 """Steps whose samples are shown, evenly spread."""
+ENDS = "∎"
+"""What is marked in an answer that ends where others go on."""
 STRIP = 180
 """Width of the drawing of intervals."""
 
@@ -101,7 +103,10 @@ def _sample(sample: Aligned) -> dict[str, Any]:
     answers = []
     for answer in sample.answers:
         at = len(answer.text) if sample.differs_at is None else sample.differs_at
-        answers.append({"step": answer.step, "facts": facts(answer), "same": answer.text[:at], "rest": answer.text[at:]})
+        mark = "" if sample.differs_at is None else answer.text[at : at + 1].replace("\n", "⏎\n") or ENDS
+        answers.append(
+            {"step": answer.step, "facts": facts(answer), "same": answer.text[:at], "mark": mark, "rest": answer.text[at + 1 :]}
+        )
     return {"subject": f"{sample.subject}: " if sample.subject else "", "prompt": sample.prompt, "answers": answers}
 
 

@@ -1,7 +1,7 @@
 """What differs between runs: their configuration, what they measured, what they said; and whether seeds differ as much."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -110,18 +110,22 @@ def compare(root: Path, home: Path, names: Sequence[str], stage: str | None = No
 
 def _config(sides: Sequence[Side]) -> list[Difference]:
     one_stage = all(side.stage == sides[0].stage for side in sides)
-    known = all(side.upstream is not None for side in sides)
-    tables = [_identity(side, one_stage=one_stage, upstream=known) for side in sides]
+    parents = [set(side.upstream or ()) for side in sides]
+    tables = [_identity(side, one_stage=one_stage, upstream=set.intersection(*parents)) for side in sides]
     keys = dict.fromkeys(key for table in tables for key in table)
     rows = [Difference(key, tuple(table.get(key) for table in tables)) for key in keys]
     return [row for row in rows if any(value != row.values[0] for value in row.values)]
 
 
-def _identity(side: Side, *, one_stage: bool, upstream: bool) -> dict[str, Any]:
-    """All that decided the result. A stage's own parameters lose its name where stages differ, so that their rates meet."""
+def _identity(side: Side, *, one_stage: bool, upstream: Collection[str]) -> dict[str, Any]:
+    """All that decided the result, of the stages before only the parameters `upstream`, which all sides have.
+
+    A stage's own parameters lose its name where stages differ, so that rate stands beside rate.
+    """
     prefix = "" if one_stage else f"{side.stage}."
     params = {key.removeprefix(prefix): value for key, value in side.params.items()}
-    found = {"stage": side.stage} | (dict(side.upstream or {}) if upstream else {}) | params
+    before = {key: value for key, value in (side.upstream or {}).items() if key in upstream}
+    found = {"stage": side.stage} | before | params
     found |= {f"input {path}": md5[:7] for path, md5 in side.inputs.items() if not path.startswith("external/None")}
     tags = side.record.about.get("tags", {}) if side.record else {}
     found |= {key.replace(".", " ", 1): value for key, value in tags.items() if key.startswith("version.")}

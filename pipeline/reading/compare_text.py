@@ -109,15 +109,18 @@ def _samples(comparison: Comparison) -> Iterator[Text]:
     if not comparison.samples:
         return
     last = max(sample.answers[0].step for sample in comparison.samples)
-    chosen = [sample for sample in comparison.samples if sample.answers[0].step == last][:SAMPLES]
+    firsts: dict[str, Aligned] = {}
+    for sample in comparison.samples:
+        if sample.answers[0].step == last:
+            firsts.setdefault(sample.prompt, sample)
     yield _heading(f"Samples: the same prompt at step {last}; {DIFFERS} is where the answers part")
-    for sample in chosen:
+    for sample in list(firsts.values())[:SAMPLES]:
         yield from _sample(comparison.labels, sample)
 
 
 def _sample(labels: Sequence[str], sample: Aligned) -> Iterator[Text]:
     prompt = sample.prompt if len(sample.prompt) <= PROMPT_CHARS else "…" + sample.prompt[-PROMPT_CHARS:]
-    yield Text(f"\n{sample.subject} {printable(prompt)}".rstrip(), style="italic")
+    yield Text("\n" + " ".join(filter(None, (sample.subject, printable(prompt)))), style="italic")
     for label, answer in zip(labels, sample.answers, strict=True):
         told = "  ".join(f"{name} {value}" for name, value in facts(answer))
         yield Text(f"{label}  {printable(told)}", style="dim")

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from pipeline.reading.compare import Judged, Metric
-from pipeline.reading.noise import Verdict
+from pipeline.reading.noise import Spread, Verdict
 from pipeline.reading.samples import Answer
 from pipeline.tracking.records import Record
 
@@ -22,15 +22,18 @@ def shown(value: Any) -> str:
 
 
 def verdicts(metric: Metric) -> list[str]:
-    """Per side after the first: whether it differs from the first by more than seeds do, such as `outside (6)`: of 6 runs."""
+    """Per side after the first: whether it differs from the first by more than seeds do.
+
+    `outside (6)`: of 6 runs with repeated seeds. `seeds: 0.5 ± 0.1`: nothing but the seed differs, and so much does it change.
+    """
     first, *others = metric.spreads
-    return [
-        _verdict(verdict, sum(each.seeds for each in (first, other) if each))
-        for verdict, other in zip(metric.verdicts, others, strict=True)
-    ]
+    return [_verdict(verdict, first, other) for verdict, other in zip(metric.verdicts, others, strict=True)]
 
 
-def _verdict(verdict: Verdict, seeds: int) -> str:
+def _verdict(verdict: Verdict, first: Spread | None, other: Spread | None) -> str:
+    if verdict == "same recipe" and first is not None:
+        return f"seeds: {first.mean:.3g} ± {first.std:.1g}"
+    seeds = sum(each.seeds for each in (first, other) if each)
     return f"{verdict} ({seeds})" if verdict in ("inside", "outside") else verdict
 
 
@@ -42,6 +45,6 @@ def overlaps(judged: Judged) -> list[str]:
 def facts(answer: Answer) -> list[tuple[str, str]]:
     """Name and value of what a sample's row holds beside its text."""
     return [
-        (name.removeprefix("term/"), f"{value:.3g}" if isinstance(value, float) else str(value))
+        (name.removeprefix("term/"), f"{value + 0.0:.3g}" if isinstance(value, float) else str(value))  # without a sign at 0
         for name, value in answer.facts.items()
     ]
