@@ -26,7 +26,7 @@ interop: $(INTEROP)  ## the losses against trl, the adapters against peft
 	$(BIN)/python -m pytest tests/test_oracles.py tests/test_lora.py
 
 browser: $(INSTALLED)  ## the HTML pages in headless Chromium, installed from Debian where it is missing
-	command -v chromium || { apt-get update -qq && apt-get install -y -qq chromium; }
+	command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium; }
 	$(BIN)/python -m pytest -m browser
 
 flows: $(INSTALLED)  ## Prefect server, worker and the deployments minimind/<stage>, until Ctrl-C
