@@ -20,7 +20,7 @@ Verdict = Literal["inside", "outside", "unknown", "same recipe"]
 
 @dataclass(frozen=True)
 class Repeats:
-    """The finished runs of one recipe, one per seed, and the asking run itself.
+    """The finished runs of one recipe, one per seed.
 
     Attributes:
         recipe: what they have in common.
@@ -45,13 +45,15 @@ class Spread:
 def repeats_of(record: Record, home: Path) -> Repeats:
     """All runs in the store with the record's recipe but for `*.seed`: params, inputs and code.
 
+    A run that has not finished stands alone: its level is not yet comparable.
+
     Args:
         record: a run.
         home: the folder with `.runs`.
     """
     recipe, own = _recipe(record)
     by_seed = {own: record}
-    for path in sorted((home / ".runs" / record.stage).glob("*/*/run.json")):
+    for path in sorted((home / ".runs" / record.stage).glob("*/*/run.json")) if record.finished else ():
         other = Record(RunFolder(path.parent))
         shared, seeds = _recipe(other)
         if shared == recipe and seeds != own and other.finished:
