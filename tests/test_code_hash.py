@@ -161,6 +161,7 @@ UNHASHED_NAMES = {
     "pipeline.errors": {"DataError", "NumericsError", "ParamsError", "PipelineError"},
     "pipeline.lineage.code_hash": {"write_code_hashes"},
     "pipeline.lineage.declaration": {"declaration"},
+    "pipeline.lineage.rows": {"remember_rows"},
     "pipeline.params": {"load_params"},
     "pipeline.params.schema": {
         name for name, value in vars(schema).items() if isinstance(value, type)

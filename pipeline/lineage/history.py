@@ -4,7 +4,6 @@ A lock file says for every stage which digests it read and which it wrote. So a 
 wrote it, and from there, through what that stage read, everything before it.
 """
 
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +12,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
+from pipeline.lineage.git import git
 from pipeline.yaml_files import read_yaml
 
 LOCK = "dvc.lock"
@@ -94,9 +94,9 @@ def locks_with(root: Path, digest: str) -> Iterator[Lock]:
     if (root / LOCK).is_file() and digest in (root / LOCK).read_text(encoding="utf-8"):
         yield from _if_written(Lock(None, None, _stages(read_yaml(root / LOCK))), digest)
     # -S: the commits in which the number of occurrences changes, so those that bring a digest and those that drop it.
-    for line in _git(root, "log", "--all", "--format=%H %cI", f"-S{digest}", "--", LOCK).splitlines():
+    for line in git(root, "log", "--all", "--format=%H %cI", f"-S{digest}", "--", LOCK).splitlines():
         commit, _, time = line.partition(" ")
-        text = _git(root, "show", f"{commit}:./{LOCK}")
+        text = git(root, "show", f"{commit}:./{LOCK}")
         if digest in text:
             yield from _if_written(Lock(commit, time, _stages(YAML(typ="safe", pure=True).load(text))), digest)
 
@@ -110,7 +110,7 @@ def file_at(root: Path, commit: str | None, path: str) -> str | None:
     """A tracked file's text in a commit (None: in the workspace); None where there is no such file."""
     if commit is None:
         return (root / path).read_text(encoding="utf-8") if (root / path).is_file() else None
-    return _git(root, "show", f"{commit}:./{path}") or None
+    return git(root, "show", f"{commit}:./{path}") or None
 
 
 def _stages(lock: Any) -> dict[str, Made]:
@@ -130,12 +130,3 @@ def _flat(params: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _git(root: Path, *arguments: str) -> str:
-    """What git says; nothing outside a repository, or where git knows no such thing."""
-    try:
-        ended = subprocess.run(["git", *arguments], cwd=root, capture_output=True, encoding="utf-8", check=False)
-    except FileNotFoundError:
-        return ""
-    return ended.stdout if ended.returncode == 0 else ""
