@@ -10,6 +10,7 @@ import typer
 from pipeline.errors import ParamsError, PipelineError
 from pipeline.lineage.profiles import use_profile
 from pipeline.params import load_params
+from pipeline.tracking.home import home
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -39,12 +40,22 @@ def check() -> None:
 @app.command()
 def plan(
     targets: Annotated[list[str] | None, typer.Argument(help="stages to bring up to date; all when left out")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="KEY=VALUE in place of what params.yaml has; repeatable")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
 ) -> None:
-    """Say which stages `dvc repro` would run, and why."""
+    """Say which stages `dvc repro` would run, why, and how long that may take."""
+    from pipeline.lineage.overrides import check_overrides, parse_overrides
     from pipeline.lineage.plan import read_plan  # imports DVC
+    from pipeline.reading.forecast import as_json as json_of
+    from pipeline.reading.forecast import as_text, forecast
 
-    for planned in read_plan(Path.cwd(), targets or ()):
-        typer.echo(f"{planned.stage:<16} {planned.verdict:<10} {'; '.join(planned.causes)}".rstrip())
+    overrides = parse_overrides(set_ or [])
+    check_overrides(Path.cwd(), overrides)
+    forecasts = forecast(read_plan(Path.cwd(), targets or (), overrides=overrides), home(Path.cwd()))
+    for line in [json_of(forecasts)] if as_json else as_text(forecasts):
+        typer.echo(line)
 
 
 @app.command()
@@ -90,7 +101,6 @@ def whence(
 ) -> None:
     """Say where a file came from: stage, commit, parameters, parents up to the corpus, run, evaluation."""
     from pipeline.lineage import whence as command
-    from pipeline.tracking.home import home
 
     origin = command.whence(file, Path.cwd(), home(Path.cwd()) / ".runs")
     for line in [command.as_json(origin)] if as_json else command.as_text(origin):

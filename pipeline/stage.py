@@ -21,6 +21,7 @@ from typing import Any, Self
 
 import pipeline
 from pipeline.digests import digests
+from pipeline.lineage.causes import reasons
 from pipeline.lineage.declaration import is_recorded
 from pipeline.params.schema import Runtime
 from pipeline.supervise import Stopped, StopSignals, exit_on_error, explain, hold, is_held, lasting_stderr
@@ -32,6 +33,7 @@ from pipeline.tracking.run_folder import RunFolder, open_run_folder, read_json, 
 from pipeline.tracking.saves import NO_RECORDS, newest_save, prune_finished, read_save, write_save
 from pipeline.tracking.space import check_space
 from pipeline.tracking.store import tracking_uri
+from pipeline.tracking.usage import Meter, spent_before
 from pipeline.training.ranks import ALONE, Ranks, launched_ranks
 
 FOLLOWERS_END_S = 5.0
@@ -252,13 +254,15 @@ def stage_run(
         key = run_key(stage, params, known, code.get(code_file))
         recorded = is_recorded(stage, params, known | code, root / "dvc.lock")
         folder = _held_run_folder(stack, runs, stage, key, recorded=recorded)
+        spent = spent_before(folder)
         folder.exit.unlink(missing_ok=True)
         wanted = runtime.ranks if ranked and launched.size == 1 else 1
         with _recorded_exit(folder.exit, stop, memory_hint), _followers(wanted):
             check_space(stage, folder, root, params, inputs, runtime.keep_saves)
             run = StageRun(stage, root, folder, runtime, stop, launched_ranks() if ranked else ALONE)
             stack.callback(run.close)
-            _describe(run, key, params, known)
+            why = reasons(root, run.home, stage, params, known | code)
+            _describe(run, key, params, known, why, spent)
             if runtime.mlflow:
                 _start_feeder(run)
             yield run
@@ -293,11 +297,11 @@ def _held_run_folder(stack: ExitStack, runs: Path, stage: str, key: str, *, reco
 
 @contextmanager
 def _recorded_exit(path: Path, stop: StopSignals, memory_hint: str) -> Iterator[None]:
-    """Leaves code, reason and time of the block's end in the file at `path`; also of an end at once."""
-    further = stop.on_abort
+    """Leaves code, reason and time of the block's end, and what it used, in the file at `path`; also of an end at once."""
+    further, meter = stop.on_abort, Meter()
 
     def record(code: int, reason: str) -> None:
-        write_json(path, {"code": code, "reason": reason, "time_s": now_s()})
+        write_json(path, {"code": code, "reason": reason, "time_s": now_s(), "used": meter.read()})
 
     def abort(code: int, reason: str) -> None:
         record(code, reason)
@@ -372,8 +376,16 @@ def _wait_for(followers: Sequence["subprocess.Popen[bytes]"]) -> int:
     return min((code for code in codes if code and code > 0), default=0)
 
 
-def _describe(run: StageRun, key: str, params: Mapping[str, Any], known: Mapping[str, str]) -> None:
+def _describe(
+    run: StageRun,
+    key: str,
+    params: Mapping[str, Any],
+    known: Mapping[str, str],
+    why: list[str],
+    spent: Mapping[str, float],
+) -> None:
     before = read_json(run.folder.about)
+    why = before.get("why") or why  # what resumes has the reason of its first start
     uri = tracking_uri(run.home)
     about = {
         "stage": run.stage,
@@ -381,10 +393,13 @@ def _describe(run: StageRun, key: str, params: Mapping[str, Any], known: Mapping
         "uid": before.get("uid") or uuid.uuid4().hex,
         "attempt": before.get("attempt", 0) + 1,
         "started_s": before.get("started_s") or now_s(),
+        "attempt_s": now_s(),
+        "spent": spent,
+        "why": why,
         "root": str(run.home),
         "tracking_uri": uri,
         "params": params,
-        "tags": run_tags(run.root, run.stage, key, known),
+        "tags": run_tags(run.root, run.stage, key, known) | {"run.why": "\n".join(why)},
     }
     write_json(run.folder.about, about)
     start = f"resumes at step {run.resumed_step}" if about["attempt"] > 1 else "new"

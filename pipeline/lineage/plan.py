@@ -191,9 +191,12 @@ class _Planner:
                 yield from self._coming_causes(dep)
             else:
                 yield from self._file_causes(dep)
+        gone: dict[str, list[str]] = {}
         for out in stage.outs:
             for path, change in out.status().items():
-                yield f"{path} {change}"
+                gone.setdefault(change, []).append(path)
+        for change, paths in gone.items():
+            yield f"{paths[0]} {change}" + (f", and {len(paths) - 1} more" if len(paths) > 1 else "")
 
     def _coming_causes(self, dep: "Output") -> Iterator[str]:
         digest, before = self.coming[dep.fs_path], dep.hash_info.value
