@@ -262,7 +262,7 @@ def stage_run(
             run = StageRun(stage, root, folder, runtime, stop, launched_ranks() if ranked else ALONE)
             stack.callback(run.close)
             why = reasons(root, run.home, stage, params, known | code)
-            _describe(run, key, params, known, why, spent)
+            _describe(run, key, params, known | code, why, spent)
             if runtime.mlflow:
                 _start_feeder(run)
             yield run

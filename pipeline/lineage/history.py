@@ -4,6 +4,7 @@ A lock file says for every stage which digests it read and which it wrote. So a 
 wrote it, and from there, through what that stage read, everything before it.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -104,6 +105,32 @@ def locks_with(root: Path, digest: str) -> Iterator[Lock]:
 def _if_written(lock: Lock, digest: str) -> Iterator[Lock]:
     if any(digest in made.outs.values() for made in lock.stages.values()):
         yield lock
+
+
+def lock_at(root: Path, commit: str | None) -> Lock | None:
+    """The lock file of a commit (None: the workspace's); None where there is none."""
+    text = file_at(root, commit, LOCK)
+    if text is None:
+        return None
+    time = git(root, "show", "--no-patch", "--format=%cI", commit).strip() if commit else None
+    return Lock(commit, time, _stages(YAML(typ="safe", pure=True).load(text)))
+
+
+def commits_with_lock(root: Path) -> list[str]:
+    """The commits of branches and tags that changed dvc.lock, newest first; experiments are not among them."""
+    return git(root, "log", "--branches", "--tags", "--format=%H", "--", LOCK).split()
+
+
+def experiment_commit(root: Path, name: str) -> str | None:
+    """The commit that holds the DVC experiment of this name, the newest where several baselines have one; None without any."""
+    found = git(root, "for-each-ref", "--sort=-committerdate", "--format=%(objectname)", f"refs/exps/*/*/{name}").split()
+    return found[0] if found else None
+
+
+def entry_in(lock: str, stage: str) -> str:
+    """The lines of a lock file's text that are about one stage; reading all of it as YAML takes a tenth of a second."""
+    found = re.search(rf"^  {re.escape(stage)}:\n(?:    .*\n)+", lock, flags=re.MULTILINE)
+    return found[0] if found else ""
 
 
 def file_at(root: Path, commit: str | None, path: str) -> str | None:
