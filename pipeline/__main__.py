@@ -59,6 +59,34 @@ def plan(
 
 
 @app.command()
+def status(as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False) -> None:
+    """Show the lineage as a tree: state, age, key metric and run of every stage."""
+    from pipeline.lineage.plan import read_plan  # imports DVC
+    from pipeline.reading.status import as_json as json_of
+    from pipeline.reading.status import print_status
+    from pipeline.reading.status import status as states_of
+
+    states = states_of(read_plan(Path.cwd()), Path.cwd(), home(Path.cwd()))
+    if as_json:
+        typer.echo(json_of(states))
+    else:
+        print_status(states)
+
+
+@app.command()
+def cost(
+    target: Annotated[str | None, typer.Argument(help="a stage; all stages when left out")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
+) -> None:
+    """Add up what a model's lineage cost: time, tokens, energy; and what the last rebuild did not have to run again."""
+    from pipeline.reading import cost as command
+
+    costs = command.bill(Path.cwd(), home(Path.cwd()), target)
+    for line in [command.as_json(costs)] if as_json else command.as_text(costs):
+        typer.echo(line)
+
+
+@app.command()
 def replay(
     runs: Annotated[list[str] | None, typer.Argument(help="run folders, stages (their newest run), ids of MLflow runs")] = None,
     everything: Annotated[bool, typer.Option("--all", help="every ended run that MLflow has not wholly")] = False,
