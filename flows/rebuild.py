@@ -21,7 +21,7 @@ from pipeline.lineage.execute import TIMED_OUT, Outcome, bring_up
 from pipeline.lineage.plan import Planned, Verdict, read_plan
 from pipeline.lineage.sharing import sole_runner
 
-FINAL_CODES = {2, 3, 4, 7, TIMED_OUT}
+FINAL_CODES = {2, 3, 4, 7, 8, TIMED_OUT}
 """Configuration, data, numerics, a full disk, and a time limit: another attempt would end the same way. Memory (5) is not among
 them, because it is often a neighbour's fault and a retry goes on from the last save."""
 LOG_EVERY_S = 2.0

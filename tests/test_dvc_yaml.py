@@ -21,7 +21,7 @@ yaml = YAML(typ="safe", pure=True)
 TRAINING = ("pretrain", "full_sft", "lora", "dpo", "reward", "ppo", "grpo", "agent")
 SETS = ("pretrain", "full_sft", "lora", "dpo", "rlaif", "agent")
 ENCODED = ("pretrain", "full_sft", "lora", "dpo")
-STAGES = {"code", "tokenizer", "eval", *TRAINING, *(f"data@{s}" for s in SETS), *(f"encode@{s}" for s in ENCODED)}
+STAGES = {"code", "tokenizer", "eval", "gate", *TRAINING, *(f"data@{s}" for s in SETS), *(f"encode@{s}" for s in ENCODED)}
 
 # Written by hand from what each value means; the most specific prefix counts.
 DIRECT = {
@@ -34,6 +34,7 @@ DIRECT = {
     "tokenizer": {"tokenizer"},
     "model": {"pretrain"},
     **{name: {name} for name in (*TRAINING, "eval")},
+    "eval.gate": {"gate"},
     **{f"{name}.max_seq_len": {f"encode@{name}"} for name in ENCODED},
     "reward.external": {"ppo", "grpo", "agent", "eval"},
     "rewards": {"ppo", "grpo", "agent", "eval"},
