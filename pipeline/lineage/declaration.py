@@ -47,14 +47,32 @@ def declaration(stage: str, params: Params, item: str | None = None, *, dvc_file
 
 def is_recorded(stage: str, params: Mapping[str, Any], digests: Mapping[str, str], lock_file: Path = Path("dvc.lock")) -> bool:
     """Whether dvc.lock holds results that `stage` made with these params and input digests."""
-    if not lock_file.exists():
-        return False
-    entry = (read_yaml(lock_file) or {}).get("stages", {}).get(stage, {})
-    known = {dep["path"]: dep["md5"] for dep in entry.get("deps", [])}
-    recorded: dict[str, Any] = {}
+    locked = read_lock(lock_file)
+    recorded, known = locked_inputs(stage, locked)
+    return stage in locked and recorded == params and known.items() >= digests.items()
+
+
+def read_lock(lock_file: Path) -> dict[str, Any]:
+    """The stages of a dvc.lock; none where there is no such file.
+
+    Raises:
+        ParamsError: it cannot be read.
+    """
+    return (read_yaml(lock_file) or {}).get("stages", {}) if lock_file.exists() else {}
+
+
+def locked_inputs(stage: str, locked: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """What the results of `stage` in a dvc.lock were made with: params as a tree, digests by path; empty where it has none.
+
+    Args:
+        stage: its name.
+        locked: what `read_lock` gives.
+    """
+    entry = locked.get(stage, {})
+    params: dict[str, Any] = {}
     for key, value in entry.get("params", {}).get("params.yaml", {}).items():
-        _insert(recorded, key.split("."), value)
-    return recorded == params and known.items() >= digests.items()
+        _insert(params, key.split("."), value)
+    return params, {dep["path"]: dep["md5"] for dep in entry.get("deps", [])}
 
 
 def _resolved(text: str, names: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from pipeline.errors import PipelineError
 from pipeline.lineage.cache import remove_unused, unused_in_cache
 from pipeline.tracking.discarded import discarded
 from pipeline.tracking.leftovers import Leftover, Limits, leftovers
@@ -17,14 +18,20 @@ def collect(root: Path, limits: Limits, *, remove: bool) -> Iterator[str]:
     """Lines of a table: what may go, how much of it, and why; then the total. With `remove` it goes.
 
     Raises:
-        PipelineError: DVC's cache is in use, or a commit cannot be read; nothing is removed then.
+        PipelineError: DVC's cache is in use, or a commit cannot be read, and nothing is removed then; or a file cannot be
+            removed, and what the lines before have named is gone.
     """
     links: Counter[tuple[int, int]] = Counter()
     sizes = [(leftover, freed_by(leftover.paths, links)) for leftover in _all(root, limits)]
     yield _row("what", "number", "bytes", "why")
     for leftover, size in sizes:
-        if remove and leftover.paths:
-            leftover.remove()
+        try:
+            if remove and leftover.paths:
+                leftover.remove()
+        except OSError as error:
+            raise PipelineError(
+                f"{error.filename}: {error.strerror}; gc ended there, remove it yourself or make it removable"
+            ) from None
         yield _row(leftover.what, str(len(leftover.paths)), shown(size), leftover.why)
     total = shown(sum(size for _, size in sizes))
     yield _row("total", "", total, "removed" if remove else "nothing removed yet: `python -m pipeline gc --yes` does it")
@@ -33,15 +40,19 @@ def collect(root: Path, limits: Limits, *, remove: bool) -> Iterator[str]:
 def _all(root: Path, limits: Limits) -> Iterator[Leftover]:
     found = leftovers(root, limits)
     gone = {path for leftover in found for path in leftover.paths}
-    copies = [path.parent for path in (root / ".runs" / "experiments").glob("*/workspace/.dvc") if path.parents[1] not in gone]
     yield from found
     yield from discarded(root, tracking_uri(root))
     yield Leftover(
         "DVC's cache",
-        "in no commit, tag, branch, experiment or workspace",
-        unused_in_cache(root, copies),
-        lambda: remove_unused(root, copies),
+        "in no commit, tag, branch, stash, experiment or workspace; one that lies elsewhere is left alone",
+        unused_in_cache(root, [copy for copy in _copies(root) if copy.parent not in gone]),
+        lambda: remove_unused(root, _copies(root)),  # those that are there then: one may have come, or come into use again
     )
+
+
+def _copies(root: Path) -> list[Path]:
+    """Workspaces of experiments, which share DVC's cache."""
+    return [path.parent for path in (root / ".runs" / "experiments").glob("*/workspace/.dvc")]
 
 
 def freed_by(paths: list[Path], links: Counter[tuple[int, int]]) -> int:
