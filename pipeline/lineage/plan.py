@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.errors import ParamsError
+from pipeline.errors import ParamsError, PipelineError
 
 if TYPE_CHECKING:
     from dvc.stage import PipelineStage
@@ -61,19 +61,26 @@ def read_plan(root: Path, targets: Sequence[str] = (), *, unsettled: Collection[
 
     Raises:
         ParamsError: there is no such target.
-        dvc.exceptions.DvcException: dvc.yaml or dvc.lock cannot be read.
+        PipelineError: dvc.yaml or dvc.lock cannot be read.
     """
+    from dvc.exceptions import DvcException
     from dvc.repo import Repo  # slow to import, and only who plans needs it
     from dvc.repo.reproduce import get_active_graph, plan_repro
 
-    with IN_PROCESS, Repo(os.fspath(root), _wait_for_lock=True) as repo:
-        with repo.lock:  # DVC writes dvc.lock in place: without it half of one may be read
-            graph = get_active_graph(repo.index.graph)
-        chosen = [stage for target in targets for stage in _named(graph, target)]
-        planned: dict[str, Planned] = {}
-        for stage in plan_repro(graph, chosen or None):
-            planned[stage.name] = _planned(stage, list(graph.successors(stage)), planned, unsettled)
-        return list(planned.values())
+    try:
+        with IN_PROCESS, Repo(os.fspath(root), _wait_for_lock=True) as repo:
+            with repo.lock:  # DVC writes dvc.lock in place: without it half of one may be read
+                graph = get_active_graph(repo.index.graph)
+            chosen = [stage for target in targets for stage in _named(graph, target)]
+            planned: dict[str, Planned] = {}
+            for stage in plan_repro(graph, chosen or None):
+                planned[stage.name] = _planned(stage, list(graph.successors(stage)), planned, unsettled)
+            return list(planned.values())
+    except DvcException as error:
+        mend = "; `git checkout dvc.lock` brings the committed one back, DVC's cache what was made since" * (
+            "dvc.lock" in str(error)
+        )
+        raise PipelineError(f"{root}: {' '.join(str(error).split())}{mend}") from None
 
 
 def _named(stages: Iterable["PipelineStage"], target: str) -> list["PipelineStage"]:
