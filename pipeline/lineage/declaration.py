@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.errors import ParamsError
 from pipeline.params import Params
 from pipeline.yaml_files import read_yaml
 
@@ -47,32 +48,39 @@ def declaration(stage: str, params: Params, item: str | None = None, *, dvc_file
 
 def is_recorded(stage: str, params: Mapping[str, Any], digests: Mapping[str, str], lock_file: Path = Path("dvc.lock")) -> bool:
     """Whether dvc.lock holds results that `stage` made with these params and input digests."""
-    locked = read_lock(lock_file)
-    recorded, known = locked_inputs(stage, locked)
-    return stage in locked and recorded == params and known.items() >= digests.items()
+    made = read_lock(lock_file).get(stage)
+    return made is not None and made.params == params and made.digests.items() >= digests.items()
 
 
-def read_lock(lock_file: Path) -> dict[str, Any]:
-    """The stages of a dvc.lock; none where there is no such file.
+@dataclass(frozen=True, slots=True)
+class LockedInputs:
+    """What the results of a stage in dvc.lock were made with.
 
-    Raises:
-        ParamsError: it cannot be read.
+    Attributes:
+        params: values by key, as a tree like that of params.yaml.
+        digests: of the inputs, by path.
     """
-    return (read_yaml(lock_file) or {}).get("stages", {}) if lock_file.exists() else {}
+
+    params: dict[str, Any]
+    digests: dict[str, str]
 
 
-def locked_inputs(stage: str, locked: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """What the results of `stage` in a dvc.lock were made with: params as a tree, digests by path; empty where it has none.
+def read_lock(lock_file: Path) -> dict[str, LockedInputs]:
+    """The stages of a dvc.lock; none where there is no such file, or half of one.
 
-    Args:
-        stage: its name.
-        locked: what `read_lock` gives.
+    DVC writes it in place, for a sibling too, and is the one to complain of a broken one.
     """
-    entry = locked.get(stage, {})
+    try:
+        return {stage: _locked(entry) for stage, entry in read_yaml(lock_file)["stages"].items()}
+    except (FileNotFoundError, ParamsError, AttributeError, KeyError, TypeError):
+        return {}
+
+
+def _locked(entry: Mapping[str, Any]) -> LockedInputs:
     params: dict[str, Any] = {}
     for key, value in entry.get("params", {}).get("params.yaml", {}).items():
         _insert(params, key.split("."), value)
-    return params, {dep["path"]: dep["md5"] for dep in entry.get("deps", [])}
+    return LockedInputs(params, {dep["path"]: dep["md5"] for dep in entry.get("deps", [])})
 
 
 def _resolved(text: str, names: Mapping[str, Any]) -> str:

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pipeline.errors import HeldError
-from pipeline.lineage.declaration import locked_inputs, read_lock
+from pipeline.lineage.declaration import LockedInputs, read_lock
 from pipeline.supervise import hold, is_held
 from pipeline.tracking.run_folder import RunFolder, read_json, run_key
 
@@ -124,7 +123,7 @@ def _is_abandoned(limits: Limits) -> Callable[[Path], bool]:
     return lambda path: not _is_finished(RunFolder(path)) and _is_old(path, limits.age_s)
 
 
-def _saves(finished: Iterable[RunFolder], locks: Sequence[Mapping[str, Any]], age_s: float) -> Leftover:
+def _saves(finished: Iterable[RunFolder], locks: Sequence[Mapping[str, LockedInputs]], age_s: float) -> Leftover:
     """All but the last one of a run whose results DVC does not have (yet): it makes them again when DVC fails to take them."""
     found: dict[RunFolder, list[Path]] = {}
     for folder in finished:
@@ -144,13 +143,13 @@ def _saves(finished: Iterable[RunFolder], locks: Sequence[Mapping[str, Any]], ag
     return Leftover("saves of finished runs", "nothing resumes from them", paths, remove)
 
 
-def _is_recorded(folder: RunFolder, locks: Sequence[Mapping[str, Any]]) -> bool:
+def _is_recorded(folder: RunFolder, locks: Sequence[Mapping[str, LockedInputs]]) -> bool:
     """Whether one of these dvc.lock has the results of the run's recipe."""
     params = read_json(folder.about).get("params")
-    for locked in locks:
-        recorded, digests = locked_inputs(folder.stage, locked)
-        code = digests.pop(f"data/code/{folder.stage}.json", None)
-        if params == recorded and run_key(folder.stage, params, digests, code) == folder.recipe:
+    code_file = f"data/code/{folder.stage}.json"
+    for made in filter(None, (locked.get(folder.stage) for locked in locks)):
+        inputs = {path: digest for path, digest in made.digests.items() if path != code_file}
+        if made.params == params and run_key(folder.stage, params, inputs, made.digests.get(code_file)) == folder.recipe:
             return True
     return False
 
