@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -63,24 +64,33 @@ def read_plan(root: Path, targets: Sequence[str] = (), *, unsettled: Collection[
         ParamsError: there is no such target.
         PipelineError: dvc.yaml or dvc.lock cannot be read.
     """
-    from dvc.exceptions import DvcException
     from dvc.repo import Repo  # slow to import, and only who plans needs it
     from dvc.repo.reproduce import get_active_graph, plan_repro
 
+    with faults_of_dvc(root), IN_PROCESS, Repo(os.fspath(root), _wait_for_lock=True) as repo:
+        with repo.lock:  # DVC writes dvc.lock in place: without it half of one may be read
+            graph = get_active_graph(repo.index.graph)
+        chosen = [stage for target in targets for stage in _named(graph, target)]
+        planned: dict[str, Planned] = {}
+        for stage in plan_repro(graph, chosen or None):
+            planned[stage.name] = _planned(stage, list(graph.successors(stage)), planned, unsettled)
+        return list(planned.values())
+
+
+@contextmanager
+def faults_of_dvc(root: Path) -> Iterator[None]:
+    """Makes one line of what DVC finds wrong with dvc.yaml, dvc.lock or its settings.
+
+    Raises:
+        PipelineError: in place of a `DvcException` of the block.
+    """
+    from dvc.exceptions import DvcException
+
     try:
-        with IN_PROCESS, Repo(os.fspath(root), _wait_for_lock=True) as repo:
-            with repo.lock:  # DVC writes dvc.lock in place: without it half of one may be read
-                graph = get_active_graph(repo.index.graph)
-            chosen = [stage for target in targets for stage in _named(graph, target)]
-            planned: dict[str, Planned] = {}
-            for stage in plan_repro(graph, chosen or None):
-                planned[stage.name] = _planned(stage, list(graph.successors(stage)), planned, unsettled)
-            return list(planned.values())
+        yield
     except DvcException as error:
-        mend = "; `git checkout dvc.lock` brings the committed one back, DVC's cache what was made since" * (
-            "dvc.lock" in str(error)
-        )
-        raise PipelineError(f"{root}: {' '.join(str(error).split())}{mend}") from None
+        mend = "; `git checkout dvc.lock` brings the committed one back, DVC's cache what was made since"
+        raise PipelineError(f"{root}: {' '.join(str(error).split())}{mend if 'dvc.lock' in str(error) else ''}") from None
 
 
 def _named(stages: Iterable["PipelineStage"], target: str) -> list["PipelineStage"]:
