@@ -388,7 +388,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.faults
-def test_deleted_mlflow_runs_go_with_their_artifacts_and_others_stay(root: Path) -> None:
+def test_deleted_mlflow_runs_go_with_their_artifacts_and_others_stay(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pipeline.tracking.store import open_store, tracking_uri
 
     train(root, "one\n", commit=True)
@@ -408,6 +408,32 @@ def test_deleted_mlflow_runs_go_with_their_artifacts_and_others_stay(root: Path)
     assert freed(announced)["total"] == shown(before - size_of(root / "mlartifacts"))
     assert sorted(path.name for path in (root / "mlartifacts").iterdir()) == sorted([kept, "models"])
     assert [run.info.run_id for run in client.search_runs([experiment_id], "", 3)] == [kept]  # 3: in any state
+
+    # Another store in a file has its artifacts in the same folder.
+    other = f"sqlite:///{root}/other.db"
+    client, experiment_id = open_store(other, root)
+    there = client.create_run(experiment_id).info.run_id
+    client.log_dict(there, {"a": 1}, "params.json")
+    folder = record(root, "grpo", "a", 1, code=0, age_days=0)
+    write_json(folder.feeder_note, {"run_id": there, "tracking_uri": other, "complete": 1})
+    for uri in (tracking_uri(root), other):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+        list(collect(root, LIMITS, remove=True))
+        assert sorted(path.name for path in (root / "mlartifacts").iterdir()) == sorted([kept, there, "models"])
+
+
+def test_a_store_that_cannot_be_read_is_one_line(root: Path) -> None:
+    train(root, "one\n", commit=True)
+    (root / "mlflow.db").write_text("garbage")
+    with pytest.raises(PipelineError, match="mlflow.db: cannot be read: file is not a database; move it away"):
+        list(collect(root, LIMITS, remove=True))
+
+
+def test_the_command_is_for_the_root(root: Path) -> None:
+    """From a folder below it, DVC would find the cache and nobody the experiments' copies."""
+    (root / "docs").mkdir()
+    with pytest.raises(PipelineError, match="docs: no dvc.yaml; give the command at the root of the repository"):
+        list(collect(root / "docs", LIMITS, remove=True))
 
 
 # The figures
