@@ -232,3 +232,30 @@ def test_a_stop_lets_dvc_take_over_what_a_stage_made(project: Path) -> None:
         running.stop.set()
         time.sleep(1)
     assert running.end() == Outcome(0, "up to date") and "slow.out" in (project / "dvc.lock").read_text()
+
+
+@pytest.mark.parametrize(("file", "text", "named"), [("params.yaml", "t: {lr: 2, n: 1}", "t.lr"), ("rows", "more", "rows")])
+def test_what_is_edited_while_a_stage_runs_is_not_recorded_with_what_the_old_made(
+    project: Path, file: str, text: str, named: str
+) -> None:
+    """DVC reads parameters and inputs once more when the command has ended."""
+    (project / "dvc.yaml").write_text(
+        f"stages:\n  slow:\n    cmd: exec {sys.executable} trainer.py slow\n"
+        "    deps: [rows]\n    params: [t.lr]\n    outs: [slow.out]\n"
+    )
+    (project / "params.yaml").write_text("t: {lr: 1, n: 1}")
+    (project / "rows").write_text("few")
+    running = Running(project, "slow")
+    running.trainer()
+    (project / file).write_text(text)
+    (project / "enough").touch()
+    outcome = running.end()
+    assert outcome.code == 1 and outcome.reason.startswith(f"{named}: changed while the stage ran, and DVC would record")
+    assert not (project / "dvc.lock").exists()
+
+    (project / "enough").unlink()
+    again = Running(project, "slow")
+    again.trainer()
+    (project / "params.yaml").write_text(f"t: {{lr: {2 if file == 'params.yaml' else 1}, n: 2}}")  # nothing to this stage
+    (project / "enough").touch()
+    assert again.end() == Outcome(0, "up to date")
