@@ -22,7 +22,7 @@ from typing import Any, Self
 import pipeline
 from pipeline.digests import digests
 from pipeline.lineage.causes import reasons
-from pipeline.lineage.declaration import is_recorded
+from pipeline.lineage.declaration import is_recorded, undisturbed
 from pipeline.params.schema import Runtime
 from pipeline.supervise import Stopped, StopSignals, exit_on_error, explain, hold, is_held, lasting_stderr
 from pipeline.tracking.console import ProgressBar
@@ -198,13 +198,15 @@ def stage_process(stage: str, *, root: Path | None = None, memory_hint: str = "u
     Raises:
         SystemExit: instead of every exception of the block; the codes are in `pipeline.supervise`.
     """
-    folder = (root or Path.cwd()) / ".runs" / stage
+    root = root or Path.cwd()
+    folder = root / ".runs" / stage
     with (
         lasting_stderr(),
         exit_on_error(stage, memory_hint),
         StopSignals() as stop,
         hold(folder / "lock", wait=False),
         _recorded_exit(folder / "exit.json", stop, memory_hint),
+        undisturbed(stage, root),
     ):
         yield stop
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.errors import ParamsError
+from pipeline.errors import ParamsError, PipelineError
 from pipeline.lineage.plan import Planned, Verdict, read_plan
 
 DVC = [sys.executable, "-m", "dvc"]
@@ -175,3 +175,17 @@ def test_a_lock_file_that_is_being_written_is_waited_for(project: Path) -> None:
                 plan.result(4)  # longer than DVC itself waits
             lock.write_bytes(whole)
         assert [planned.stage for planned in plan.result(60)] == [planned.stage for planned in read_plan(project)]
+
+
+@pytest.mark.parametrize("size", [0, 300, 700])
+def test_half_a_lock_file_is_one_line_or_a_plan(project: Path, size: int) -> None:
+    """DVC writes it in place: when it is killed at that moment, this is left."""
+    lock = project / "dvc.lock"
+    whole = lock.read_bytes()
+    try:
+        lock.write_bytes(whole[:size])
+        assert all(planned.verdict is not Verdict.UP_TO_DATE for planned in read_plan(project)[3:])
+    except PipelineError as error:
+        assert len(error.lines) == 1 and "`git checkout dvc.lock` brings the committed one back" in error.lines[0]
+    finally:
+        lock.write_bytes(whole)

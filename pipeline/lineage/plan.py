@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import ParamsError
+from pipeline.errors import ParamsError, PipelineError
 from pipeline.lineage.causes import FIRST, code_causes, file_causes, param_causes
 from pipeline.lineage.code_hash import code_files
 from pipeline.lineage.overrides import write_overrides
@@ -78,12 +78,17 @@ def read_plan(
 
     Raises:
         ParamsError: there is no such target.
-        dvc.exceptions.DvcException: dvc.yaml or dvc.lock cannot be read.
+        PipelineError: dvc.yaml or dvc.lock cannot be read.
     """
     from dvc.repo import Repo  # slow to import, and only who plans needs it
     from dvc.repo.reproduce import get_active_graph, plan_repro
 
-    with IN_PROCESS, Repo(os.fspath(root), _wait_for_lock=True) as repo, _overridden(repo, root, overrides or {}):
+    with (
+        faults_of_dvc(root),
+        IN_PROCESS,
+        Repo(os.fspath(root), _wait_for_lock=True) as repo,
+        _overridden(repo, root, overrides or {}),
+    ):
         with repo.lock:  # DVC writes dvc.lock in place: without it half of one may be read
             graph = get_active_graph(repo.index.graph)
         chosen = [stage for target in targets for stage in _named(graph, target)]
@@ -113,6 +118,22 @@ def _overridden(repo: "Repo", root: Path, overrides: Mapping[str, Any]) -> Itera
 
         repo.fs = Overlay(url=repo.root_dir)
         yield
+
+
+@contextmanager
+def faults_of_dvc(root: Path) -> Iterator[None]:
+    """Makes one line of what DVC finds wrong with dvc.yaml, dvc.lock or its settings.
+
+    Raises:
+        PipelineError: in place of a `DvcException` of the block.
+    """
+    from dvc.exceptions import DvcException
+
+    try:
+        yield
+    except DvcException as error:
+        mend = "; `git checkout dvc.lock` brings the committed one back, DVC's cache what was made since"
+        raise PipelineError(f"{root}: {' '.join(str(error).split())}{mend if 'dvc.lock' in str(error) else ''}") from None
 
 
 def _named(stages: Iterable["PipelineStage"], target: str) -> list["PipelineStage"]:
