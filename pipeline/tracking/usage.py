@@ -38,7 +38,7 @@ def total(*parts: Mapping[str, float]) -> dict[str, float]:
 
 def spent_before(folder: RunFolder) -> dict[str, float]:
     """What the earlier attempts of a run used; of one that was killed the time until its last record is all that is known."""
-    about, end = read_json(folder.about), read_json(folder.exit)
+    about, end = read_json(folder.about, warn=False), read_json(folder.exit, warn=False)  # who opens the run reads both, too
     if not about:
         return {}
     used: dict[str, Any] = end.get("used", {})
