@@ -86,12 +86,10 @@ def entropy_rise(run: Signals, limit: Limit) -> Finding | None:
 def kl_runaway(run: Signals, limit: Limit) -> Finding | None:
     """Far from the reference, with nothing to show for it."""
     late, reward = run.late("policy/ref_kl"), run.course("reward/mean")
-    if late is None or reward is None or not (reward.fell or reward.z < NO_GAIN):
+    if late is None or reward is None or reward.rose:
         return None
-    severity = limit.reached(late.mean)
-    if reward.fell and late.mean >= KL_FALLING:
-        severity = Severity.PROBLEM
-    if severity is None:
+    severity = Severity.PROBLEM if reward.fell and late.mean >= KL_FALLING else limit.reached(late.mean)
+    if severity is None or (severity is Severity.WARN and reward.z >= NO_GAIN):
         return None
     how = "fell" if reward.fell else "stayed"
     before = max((reward.early, reward.middle), key=lambda part: part.mean) if reward.fell else reward.early
@@ -168,7 +166,7 @@ def logprob_diff(run: Signals, limit: Limit) -> Finding | None:
 
 
 def reward_overfit(run: Signals, limit: Limit) -> Finding | None:
-    """The reward of training rises, that of held-out prompts does not; `limit` is of its gain over the half width of an interval."""
+    """The reward of training rises, held-out it does not; `limit` is of its gain there over the half width of an interval."""
     reward = run.course("reward/mean")
     name = "tool_earned" if run.stage == "agent" else "reward_mean"
     own, start = run.evaluation.get(run.stage, {}), run.evaluation.get("full_sft", {})

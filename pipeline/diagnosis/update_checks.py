@@ -64,7 +64,9 @@ def gradient_spikes(run: Signals, limit: Limit) -> Finding | None:
     step, largest = max(spikes, key=lambda point: point[1])
     if not (severity := limit.reached(largest / usual)):
         return None
-    sentence = f"the gradient norm jumped to {largest:.3g} at step {step}, usual is {usual:.3g}; {len(spikes)} such steps"
+    sentence = (
+        f"the gradient norm jumped to {largest:.3g} at step {step}, usual is {usual:.3g} ({len(spikes)} of {len(points)} steps)"
+    )
     advice = f"spikes come before collapse: lower {run.key('lr')} or {run.key('max_grad_norm')}, raise {run.key('warmup_steps')}"
     return Finding("gradient_spikes", severity, sentence, advice, Evidence("train/grad_norm", spikes[0][0], spikes[-1][0]))
 
