@@ -94,7 +94,7 @@ class StageRun:
         """Appends the metrics of an optimizer step; values that are not finite become null. The guard looks on."""
         self._recorder.log(step, metrics)
         for finding in self._guard.follow(step, metrics) if self._guard else ():
-            self.announce(str(finding))
+            self.announce(f"{finding.severity}: {finding}")
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Appends generated samples: one row of plain JSON values each."""

@@ -67,7 +67,7 @@ def test_the_guard_decides_no_byte(tmp_path: Path, sets: Path, tokenizer: Tokeni
     stopped = folder(tmp_path / "stop")
     end = read_json(stopped.exit)
     assert ended.value.code == end["code"] == 4 and stopped.commits() == [10]
-    reason = "stopped by runtime.guard after step 10, saved; with guard: warn it goes on. problem: no_signal: "
+    reason = "stopped by runtime.guard after step 10, saved; with guard: warn it goes on. no_signal: "
     assert end["reason"].startswith(reason) and capsys.readouterr().err.count(f"grpo: {reason}") == 1
     assert train(tmp_path / "stop", sets, tokenizer, guard="warn") == without
     assert [step for step, _ in steps(stopped)] == list(range(1, 25))

@@ -51,7 +51,7 @@ class Finding:
         steps = (
             f"step {where.last_step}" if where.first_step == where.last_step else f"steps {where.first_step}-{where.last_step}"
         )
-        return f"{self.severity}: {self.name}: {self.sentence} ({where.key}, {steps}); {self.advice}"
+        return f"{self.name}: {self.sentence} ({where.key}, {steps}); {self.advice}"
 
 
 @dataclass(frozen=True, slots=True)

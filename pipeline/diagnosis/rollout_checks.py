@@ -9,7 +9,7 @@ from pipeline.tracking.records import Series
 EQUAL_REWARDS = 1e-5
 """Rewards that lie closer are equal, as for the advantages (`pipeline.maths.advantages`)."""
 KL_FALLING = 0.1
-"""A KL to the reference, in nats per token, at which a falling reward is no accident of the first steps."""
+"""KL to the reference, in nats per token, from which on a falling reward is the policy's doing."""
 SMALL_DIFF = 1e-3
 """In fp32 sampler and trainer agree better than this (docs/algorithms.md)."""
 DRIFT = 10.0
@@ -86,13 +86,16 @@ def entropy_rise(run: Signals, limit: Limit) -> Finding | None:
 def kl_runaway(run: Signals, limit: Limit) -> Finding | None:
     """Far from the reference, with nothing to show for it."""
     late, reward = run.late("policy/ref_kl"), run.course("reward/mean")
-    if late is None or reward is None or reward.rose:
+    if late is None or reward is None:
         return None
-    severity = Severity.PROBLEM if reward.fell and late.mean >= KL_FALLING else limit.reached(late.mean)
-    if severity is None or (severity is Severity.WARN and reward.z >= NO_GAIN):
+    falls = late.mean >= KL_FALLING and (reward.fell or reward.declined)
+    if falls:
+        severity: Severity | None = Severity.PROBLEM if reward.fell else Severity.WARN
+    else:
+        severity = None if reward.rose else limit.reached(late.mean)
+    if severity is None or (severity is Severity.WARN and not falls and reward.z >= NO_GAIN):
         return None
-    how = "fell" if reward.fell else "stayed"
-    before = max((reward.early, reward.middle), key=lambda part: part.mean) if reward.fell else reward.early
+    before, how = (reward.middle if reward.declined else reward.early), "fell" if falls else "stayed"
     went = f"{before.mean:.3g} to {reward.late.mean:.3g}"
     sentence = f"KL to the reference is {late.mean:.3g} nats per token while the reward {how}: {went}"
     advice = f"raise {run.key('kl_coef')}, lower {run.key('lr')} or stop earlier ({run.stage}.max_steps)"

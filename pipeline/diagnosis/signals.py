@@ -10,8 +10,8 @@ from pipeline.tracking.records import Series
 
 MIN_POINTS = 9
 """Fewer say nothing about a course: its thirds would be one or two points."""
-ROSE = 2.0
-"""Standard errors of a difference beyond which it is no noise (95% of a normal distribution)."""
+NOISE = 2.5
+"""Standard errors that a difference must have to be none: 1% of a normal distribution, some more of few points."""
 NO_GAIN = 1.0
 """Standard errors: what has not gained this much has not visibly risen."""
 
@@ -51,12 +51,16 @@ class Course:
 
     @property
     def rose(self) -> bool:
-        return self.z >= ROSE
+        return self.z >= NOISE
 
     @property
     def fell(self) -> bool:
-        """Below where it began, or clearly below where it had been."""
-        return self.z <= -ROSE or _z(self.middle, self.late) <= -1.5 * ROSE
+        return self.z <= -NOISE
+
+    @property
+    def declined(self) -> bool:
+        """Whether it had been higher in between."""
+        return _z(self.middle, self.late) <= -NOISE
 
 
 @dataclass(frozen=True, slots=True)
