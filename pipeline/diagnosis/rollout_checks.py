@@ -8,8 +8,6 @@ from pipeline.tracking.records import Series
 
 EQUAL_REWARDS = 1e-5
 """Rewards that lie closer are equal, as for the advantages (`pipeline.maths.advantages`)."""
-KL_FALLING = 0.1
-"""KL to the reference, in nats per token, from which on a falling reward is the policy's doing."""
 SMALL_DIFF = 1e-3
 """In fp32 sampler and trainer agree better than this (docs/algorithms.md)."""
 DRIFT = 10.0
@@ -86,14 +84,12 @@ def entropy_rise(run: Signals, limit: Limit) -> Finding | None:
 def kl_runaway(run: Signals, limit: Limit) -> Finding | None:
     """Far from the reference, with nothing to show for it."""
     late, reward = run.late("policy/ref_kl"), run.course("reward/mean")
-    if late is None or reward is None:
+    if late is None or reward is None or not (severity := limit.reached(late.mean)):
         return None
-    falls = late.mean >= KL_FALLING and (reward.fell or reward.declined)
+    falls = reward.fell or reward.declined
     if falls:
-        severity: Severity | None = Severity.PROBLEM if reward.fell else Severity.WARN
-    else:
-        severity = None if reward.rose else limit.reached(late.mean)
-    if severity is None or (severity is Severity.WARN and not falls and reward.z >= NO_GAIN):
+        severity = Severity.PROBLEM if reward.fell else Severity.WARN
+    elif reward.rose or (severity is Severity.WARN and reward.z >= NO_GAIN):
         return None
     before, how = (reward.middle if reward.declined else reward.early), "fell" if falls else "stayed"
     went = f"{before.mean:.3g} to {reward.late.mean:.3g}"
