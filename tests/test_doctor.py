@@ -318,7 +318,7 @@ def test_gpus_are_told_with_their_memory(monkeypatch: pytest.MonkeyPatch) -> Non
     [(5100, OK), (5099, WARN), (4000, WARN), (3999, PROBLEM)],
 )
 def test_the_disk_must_hold_a_rebuild(repository: Path, free: int, severity: Severity, monkeypatch: pytest.MonkeyPatch) -> None:
-    """3 saves of three times the weights (ppo has two models), outputs twice: 9 * 500 + 2 * 300; of ppo alone 9 * 400 + 2 * 200."""
+    """3 saves of three times the weights (ppo has two models), outputs twice: 9 * 500 + 2 * 300; ppo alone 9 * 400 + 2 * 200."""
     (repository / "checkpoints").mkdir()
     for stage, size in {"grpo": 100, "ppo": 200}.items():
         (repository / f"checkpoints/{stage}.pth").write_bytes(b"x" * size)
