@@ -18,7 +18,7 @@ from tiny_runs import CPU, MemoryRecorder, Score, chats, even, make_model, promp
 from pipeline.data.prompts import PromptTask
 from pipeline.diagnosis.checks import diagnose
 from pipeline.diagnosis.findings import Severity
-from pipeline.diagnosis.signals import Signals
+from pipeline.diagnosis.signals import MIN_POINTS, Signals
 from pipeline.params.schema import Section
 from pipeline.rewards.scoring import Scored
 from pipeline.rollout.records import Trajectory
@@ -84,6 +84,11 @@ def noise(seed: int) -> Score:
     return score
 
 
+def noise_of_answers(tasks: Sequence[PromptTask], trajectories: Sequence[Trajectory]) -> list[Scored]:
+    """The same for the same answer, and by luck for others."""
+    return [Scored(random.Random(str(t.ids)).random(), {"luck": 0.0}, True) for t in trajectories]
+
+
 def severities(run: Signals) -> dict[str, Severity]:
     return {finding.name: finding.severity for finding in diagnose(run)}
 
@@ -117,11 +122,19 @@ def test_a_length_hack_is_named(sets: Path, tokenizer: Tokenizer) -> None:
 
 
 def test_a_policy_without_kl_that_runs_away_is_named(sets: Path, tokenizer: Tokenizer) -> None:
-    run = group_run(sets, tokenizer, noise(1), kl_coef=0.0, lr=0.05)
+    run = group_run(sets, tokenizer, noise(2), kl_coef=0.0, lr=0.05)
     assert severities(run)["kl_runaway"] is Severity.PROBLEM
     assert "grpo.kl_coef (now 0)" in diagnose(run)[0].advice
     with_kl = group_run(sets, tokenizer, noise(1), kl_coef=1.0, lr=1e-3)
     assert severities(with_kl) == {}
+
+
+def test_a_policy_that_falls_to_one_answer_within_steps_is_named(sets: Path, tokenizer: Tokenizer) -> None:
+    """Then no step has a signal, and neither KL nor entropy are measured any more."""
+    run = group_run(sets, tokenizer, noise_of_answers, kl_coef=0.0, lr=0.5)
+    assert len(run.get("policy/entropy").values) < MIN_POINTS
+    assert severities(run)["no_signal"] is Severity.PROBLEM
+    assert "there was a signal at first" in diagnose(run)[0].advice
 
 
 def test_a_policy_that_writes_one_answer_is_named(sets: Path, tokenizer: Tokenizer) -> None:

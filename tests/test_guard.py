@@ -59,7 +59,7 @@ def test_the_guard_decides_no_byte(tmp_path: Path, sets: Path, tokenizer: Tokeni
     assert "no_signal" not in capsys.readouterr().err
     assert train(tmp_path / "warn", sets, tokenizer, guard="warn") == without
     said = capsys.readouterr().err
-    assert said.count("grpo: problem: no_signal: 100% of the groups") == 1  # once, though every look sees it
+    assert said.count("grpo: problem: no_signal: in 100% of the groups") == 1  # once, though every look sees it
     assert "(rollout/zero_std_frac, steps 8-10)" in said and "grpo.group_size (now 4)" in said
 
     with pytest.raises(SystemExit) as ended:

@@ -14,6 +14,12 @@ OWN = "own choice"
 
 CHECKS = (
     Check(
+        rollout_checks.kl_runaway,
+        ROLLOUT,
+        ("policy/ref_kl", "reward/mean"),
+        Limit(0.1, 1.0, "TRL: up with a flat or falling reward; figures are our own choice"),
+    ),
+    Check(
         rollout_checks.no_signal,
         ROLLOUT,
         ("rollout/zero_std_frac", "reward/std"),
@@ -30,13 +36,6 @@ CHECKS = (
     ),
     Check(
         rollout_checks.entropy_rise, ROLLOUT, ("policy/entropy", "reward/mean"), Limit(2.0, 3.0, "prime-rl, verl: without bound")
-    ),
-    Check(
-        rollout_checks.kl_runaway,
-        ROLLOUT,
-        ("policy/ref_kl", "reward/mean"),
-        Limit(0.1, 1.0, "TRL: up with a flat or falling reward; figures are our own choice"),
-        unless=("no_signal",),
     ),
     Check(rollout_checks.length_cap, ROLLOUT, ("rollout/truncated_frac",), Limit(0.1, 0.5, "verl, TRL: below 0.1")),
     Check(

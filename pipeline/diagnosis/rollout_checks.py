@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from pipeline.diagnosis.findings import Evidence, Finding, Limit, Severity
-from pipeline.diagnosis.signals import NO_GAIN, Course, Signals, Window
+from pipeline.diagnosis.signals import NO_GAIN, Course, Signals
 from pipeline.tracking.records import Series
 
 EQUAL_REWARDS = 1e-5
@@ -19,23 +19,29 @@ TERM = "reward/term/"
 
 def no_signal(run: Signals, limit: Limit) -> Finding | None:
     """Groups whose answers all earn the same; in ppo, steps."""
-    late = run.late("rollout/zero_std_frac") or _equal_steps(run)
+    key = "reward/std" if run.stage == "ppo" else "rollout/zero_std_frac"
+    shares = run.get(key)
+    if run.stage == "ppo":
+        shares = Series(shares.steps, [float(spread <= EQUAL_REWARDS) for spread in shares.values])
+    only = replace(run, series={key: shares})
+    late = only.late(key)
     if late is None or not (severity := limit.reached(late.mean)):
         return None
-    if run.stage == "ppo":
-        sentence = f"all answers of a step earn the same in {late.mean:.0%} of the steps: rewards teach nothing"
+    what = "of the steps all answers earn" if run.stage == "ppo" else "of the groups all answers earn"
+    sentence = f"in {late.mean:.0%} {what} the same: rewards teach nothing"
+    if limit.reached(only.start(key).mean):
+        more = (
+            "" if run.stage == "ppo" else f", a larger {run.key('group_size')}, {run.stage}.dynamic_sampling.max_rounds above 0"
+        )
+        advice = (
+            f"prompts are too easy or too hard, or the reward is constant: other prompts, a higher {run.key('temperature')}{more}"
+        )
     else:
-        sentence = f"{late.mean:.0%} of the groups earn the same with every answer: rewards teach nothing"
-    more = "" if run.stage == "ppo" else f", a larger {run.key('group_size')}, {run.stage}.dynamic_sampling.max_rounds above 0"
-    advice = f"prompts are too easy or too hard, or the reward is constant: other prompts, {run.key('temperature')} higher{more}"
+        advice = (
+            f"there was a signal at first: the policy has learned these prompts, or fallen to one answer: other prompts, or a "
+            f"lower {run.key('lr')} and a higher {run.key('kl_coef')}"
+        )
     return Finding("no_signal", severity, sentence, advice, late.evidence)
-
-
-def _equal_steps(run: Signals) -> Window | None:
-    """Over the last third of the steps, the share of those whose rewards are all equal."""
-    spread = run.get("reward/std")
-    equal = Series(spread.steps, [float(value <= EQUAL_REWARDS) for value in spread.values])
-    return replace(run, series={"reward/std": equal}).late("reward/std")
 
 
 def reward_hacked(run: Signals, limit: Limit) -> Finding | None:
@@ -57,7 +63,7 @@ def reward_hacked(run: Signals, limit: Limit) -> Finding | None:
 
 def entropy_collapse(run: Signals, limit: Limit) -> Finding | None:
     """The policy writes the same whatever is drawn."""
-    late = run.late("policy/entropy")
+    late = run.last("policy/entropy")
     if late is None:
         return None
     start = run.start("policy/entropy")
@@ -70,7 +76,7 @@ def entropy_collapse(run: Signals, limit: Limit) -> Finding | None:
 
 def entropy_rise(run: Signals, limit: Limit) -> Finding | None:
     """The policy falls apart: its distribution widens, and the reward gains nothing by it."""
-    late, reward = run.late("policy/entropy"), run.course("reward/mean")
+    late, reward = run.last("policy/entropy"), run.course("reward/mean")
     if late is None or reward is None or reward.rose:
         return None
     start = run.start("policy/entropy")
@@ -83,15 +89,15 @@ def entropy_rise(run: Signals, limit: Limit) -> Finding | None:
 
 def kl_runaway(run: Signals, limit: Limit) -> Finding | None:
     """Far from the reference, with nothing to show for it."""
-    late, reward = run.late("policy/ref_kl"), run.course("reward/mean")
+    late, reward = run.last("policy/ref_kl"), run.course("reward/mean")
     if late is None or reward is None or not (severity := limit.reached(late.mean)):
         return None
     falls = reward.fell or reward.declined
     if falls:
         severity = Severity.PROBLEM if reward.fell else Severity.WARN
-    elif reward.rose or (severity is Severity.WARN and reward.z >= NO_GAIN):
+    elif reward.z >= NO_GAIN:
         return None
-    before, how = (reward.middle if reward.declined else reward.early), "fell" if falls else "stayed"
+    before, how = (reward.middle if reward.declined else reward.early), "fell" if falls else "did not rise"
     went = f"{before.mean:.3g} to {reward.late.mean:.3g}"
     sentence = f"KL to the reference is {late.mean:.3g} nats per token while the reward {how}: {went}"
     advice = f"raise {run.key('kl_coef')}, lower {run.key('lr')} or stop earlier ({run.stage}.max_steps)"

@@ -10,6 +10,7 @@ from pipeline.tracking.records import Series
 
 MIN_POINTS = 9
 """Fewer say nothing about a course: its thirds would be one or two points."""
+FEW = MIN_POINTS // 3
 NOISE = 2.5
 """Standard errors that a difference must have to be none: 1% of a normal distribution, some more of few points."""
 NO_GAIN = 1.0
@@ -116,9 +117,16 @@ class Signals:
         return course.late if course else None
 
     def start(self, key: str) -> Window:
-        """The first points of a series that has a course, as many as its thirds have at least."""
-        series, few = self.get(key), MIN_POINTS // 3
-        return window(key, series.steps[:few], series.values[:few])
+        """The first points of a series that has some, as many as thirds have at least."""
+        series = self.get(key)
+        return window(key, series.steps[:FEW], series.values[:FEW])
+
+    def last(self, key: str) -> Window | None:
+        """As `late`; of a series that broke off early, while rewards went on, its last few points without the very first."""
+        series = self.get(key)
+        if 1 < len(series.values) < MIN_POINTS and self.late("reward/mean"):
+            return window(key, series.steps[1:][-FEW:], series.values[1:][-FEW:])
+        return self.late(key)
 
 
 def window(key: str, steps: Sequence[int], values: Sequence[float]) -> Window:
