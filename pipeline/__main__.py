@@ -11,6 +11,7 @@ from pipeline.errors import ParamsError, PipelineError
 from pipeline.lineage.profiles import use_profile
 from pipeline.params import load_params
 from pipeline.tracking.home import home
+from pipeline.tracking.leftovers import KEEP_DAYS
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -110,7 +111,9 @@ def replay(
 @app.command()
 def gc(
     keep: Annotated[int, typer.Option(help="finished runs of each stage that keep samples and logs", min=1)] = 5,
-    days: Annotated[float, typer.Option(help="unfinished runs and caches stay this long after their last use", min=0)] = 14,
+    days: Annotated[
+        float, typer.Option(help="unfinished runs and caches stay this long after their last use", min=0)
+    ] = KEEP_DAYS,
     records: Annotated[bool, typer.Option("--records", help="finished runs beyond `keep` go with their records")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="remove it; without this nothing is removed")] = False,
 ) -> None:
@@ -133,6 +136,25 @@ def whence(
     origin = command.whence(file, Path.cwd(), home(Path.cwd()) / ".runs")
     for line in [command.as_json(origin)] if as_json else command.as_text(origin):
         typer.echo(line)
+
+
+@app.command()
+def doctor(
+    run: Annotated[str | None, typer.Argument(help="a run folder, a stage (its newest run) or the id of an MLflow run")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="everything, for programs")] = False,
+) -> None:
+    """Say what is wrong with a run, or with machine, repository and the newest runs, and how to mend it; 1 if it is a problem."""
+    from pipeline.reading import doctor as command
+    from pipeline.tracking.home import home
+    from pipeline.tracking.records import find_runs
+
+    root, runs = Path.cwd(), home(Path.cwd())
+    folders = find_runs(runs, [run]) if run else command.newest_runs(runs)
+    lines = [] if run else list(command.checkup(root, runs))
+    diagnoses = [command.diagnose_run(folder, root, runs) for folder in folders]
+    for line in [command.as_json(lines, diagnoses)] if as_json else [*lines, *(x for d in diagnoses for x in d.lines())]:
+        typer.echo(line)
+    raise typer.Exit(int(command.has_problem(lines, diagnoses)))
 
 
 Model = Annotated[str, typer.Argument(help="pretrain, full_sft, lora, dpo, ppo, grpo or agent")]

@@ -32,6 +32,12 @@ class NumericsError(PipelineError):
     exit_code = 4
 
 
+class GuardError(PipelineError):
+    """`runtime.guard: stop` found a problem in what a run measured."""
+
+    exit_code = 4
+
+
 class OutOfMemoryError(PipelineError):
     """The device ran out of memory; the line names the parameter to lower."""
 

@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import pipeline
+from pipeline.diagnosis.guard import Guard
 from pipeline.digests import digests
+from pipeline.errors import GuardError
 from pipeline.lineage.causes import reasons
 from pipeline.lineage.declaration import is_recorded, undisturbed
 from pipeline.params.schema import Runtime
@@ -29,6 +31,7 @@ from pipeline.tracking.console import ProgressBar
 from pipeline.tracking.description import run_name, run_tags
 from pipeline.tracking.home import home
 from pipeline.tracking.recorder import JsonLines, Recorder, now_s
+from pipeline.tracking.records import Record
 from pipeline.tracking.run_folder import RunFolder, open_run_folder, read_json, run_key, write_json
 from pipeline.tracking.saves import NO_RECORDS, newest_save, prune_finished, read_save, write_save
 from pipeline.tracking.space import check_space
@@ -54,7 +57,14 @@ class StageRun:
     """
 
     def __init__(
-        self, stage: str, root: Path, folder: RunFolder, runtime: Runtime, stop: StopSignals, ranks: Ranks = ALONE
+        self,
+        stage: str,
+        root: Path,
+        folder: RunFolder,
+        params: Mapping[str, Any],
+        runtime: Runtime,
+        stop: StopSignals,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.stage = stage
         self.root = root
@@ -69,6 +79,7 @@ class StageRun:
         self._recorder = Recorder(
             JsonLines(folder.metrics, save["metrics_bytes"]), JsonLines(folder.samples, save["samples_bytes"])
         )
+        self._guard = None if runtime.guard == "off" else Guard(stage, params, Record(folder).metrics)
         self._saved_at = time.monotonic()
 
     @property
@@ -82,8 +93,10 @@ class StageRun:
         return self._stop.requested is not None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Appends the metrics of an optimizer step; values that are not finite become null."""
+        """Appends the metrics of an optimizer step; values that are not finite become null. The guard looks on."""
         self._recorder.log(step, metrics)
+        for finding in self._guard.follow(step, metrics) if self._guard else ():
+            self.announce(f"{finding.severity}: {finding}")
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Appends generated samples: one row of plain JSON values each."""
@@ -116,14 +129,20 @@ class StageRun:
 
         Raises:
             Stopped: a signal asked for it; the state of `step` has been saved.
+            GuardError: `runtime.guard` found a problem; the state of `step` has been saved.
         """
         self._stop.deferred = True
-        signum = self._ranks.first(self._stop.requested)
+        signum = self._stop.requested
+        problem = self._guard.problem if self._guard and self._runtime.guard == "stop" else None
+        code = 128 + signum if signum is not None else GuardError.exit_code if problem else None
+        if self._ranks.first(code) is None:
+            if self.should_save(step):
+                self.save(step, make_state())
+            return
+        saved = "saved" if self.save(step, make_state()) else "not saved"
         if signum is not None:
-            saved = "saved" if self.save(step, make_state()) else "not saved"
             raise Stopped(signum, f" after step {step}, {saved}; the same command resumes")
-        if self.should_save(step):
-            self.save(step, make_state())
+        raise GuardError(f"stopped by runtime.guard after step {step}, {saved}; with guard: warn it goes on. {problem}")
 
     def progress(self, total: int) -> ProgressBar:
         """A progress bar over `total` steps, as `runtime.progress` wants it."""
@@ -163,9 +182,9 @@ class Follower(StageRun):
     def checkpoint(self, step: int, make_state: Callable[[], Mapping[str, Any]]) -> None:
         """Ends the process where rank 0 was asked to stop."""
         self._stop.deferred = True
-        signum = self._ranks.first(None)
-        if signum is not None:
-            raise SystemExit(128 + signum)
+        code = self._ranks.first(None)
+        if code is not None:
+            raise SystemExit(code)
 
     def progress(self, total: int) -> ProgressBar:
         """No bar; the end of its block ends the process."""
@@ -261,7 +280,7 @@ def stage_run(
         wanted = runtime.ranks if ranked and launched.size == 1 else 1
         with _recorded_exit(folder.exit, stop, memory_hint), _followers(wanted):
             check_space(stage, folder, root, params, inputs, runtime.keep_saves)
-            run = StageRun(stage, root, folder, runtime, stop, launched_ranks() if ranked else ALONE)
+            run = StageRun(stage, root, folder, params, runtime, stop, launched_ranks() if ranked else ALONE)
             stack.callback(run.close)
             why = reasons(root, run.home, stage, params, known | code)
             _describe(run, key, params, known | code, why, spent)

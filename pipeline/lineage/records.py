@@ -1,7 +1,7 @@
 """What the stages of a workspace left to read: final metrics, and the MLflow runs that made them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,8 +43,8 @@ def final_metrics(root: Path, stage: str) -> dict[str, float]:
     return flat
 
 
-def tracked_run(root: Path, home: Path, stage: str) -> TrackedRun | None:
-    """The MLflow run that made the outputs which dvc.lock has; None for a stage without one, or where it is not known (yet).
+def recorded_runs(root: Path, home: Path, stage: str) -> Iterator[Path]:
+    """Folders of the finished runs of the recipe that dvc.lock has for a stage, newest first: the first made the outputs.
 
     Args:
         root: the repository, or an isolated copy.
@@ -53,13 +53,26 @@ def tracked_run(root: Path, home: Path, stage: str) -> TrackedRun | None:
     """
     runs = home / ".runs" / stage
     if not any(runs.glob("*/*/run.json")):
-        return None
+        return
     made = read_lock(root / "dvc.lock").get(stage)
     if made is None:
-        return None
+        return
     recipe = runs / _key(root, stage, made.digests)
     for folder in sorted(recipe.glob("*"), key=lambda path: int(path.name) if path.name.isdecimal() else 0, reverse=True):
-        if read_json(folder / "exit.json").get("code") == 0 and (run_id := read_json(folder / "feeder.json").get("run_id")):
+        if read_json(folder / "exit.json").get("code") == 0:
+            yield folder
+
+
+def tracked_run(root: Path, home: Path, stage: str) -> TrackedRun | None:
+    """The MLflow run that made the outputs which dvc.lock has; None for a stage without one, or where it is not known (yet).
+
+    Args:
+        root: the repository, or an isolated copy.
+        home: where its run folders are (`pipeline.tracking.home`).
+        stage: the stage.
+    """
+    for folder in recorded_runs(root, home, stage):
+        if run_id := read_json(folder / "feeder.json").get("run_id"):
             uri = read_json(folder / "run.json").get("tracking_uri", "")
             served = is_server(uri)
             return TrackedRun(f"{uri.rstrip('/') if served else LOCAL_UI}/#/runs/{run_id}", served)

@@ -342,6 +342,7 @@ class Runtime(Section):
     keep_every_steps: Positive | None  # saves at multiples of it stay, also when the run has finished
     progress: Literal["auto", "on", "off"]
     mlflow: bool
+    guard: Literal["off", "warn", "stop"]  # what a problem in a run's signals does to it: docs/diagnosis.md
     gradient_checkpointing: bool
 
 

@@ -18,6 +18,8 @@ from pipeline.supervise import hold, is_held
 from pipeline.tracking.run_folder import RunFolder, read_json, run_key
 
 DAY_S = 86400.0
+KEEP_DAYS = 14.0
+"""How long unfinished runs and caches stay after their last use when nobody says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ def leftovers(root: Path, limits: Limits) -> list[Leftover]:
     folders = [RunFolder(path.parent) for path in runs.glob("*/*/*/run.json")]
     finished = [folder for folder in folders if _is_finished(folder)]
     surplus = list(_surplus(finished, limits.runs))
-    abandoned = list(_abandoned(folders, limits.age_s))
+    unfinished = list(abandoned(folders, limits.age_s))
     copies = [path.parent for path in runs.glob("experiments/*/lock") if _is_old(path.parent, limits.age_s)]
     locks = [read_lock(path) for path in (root / "dvc.lock", *runs.glob("experiments/*/workspace/dvc.lock"))]
     days = f"unused for {limits.age_s / DAY_S:g} days"
@@ -68,7 +70,7 @@ def leftovers(root: Path, limits: Limits) -> list[Leftover]:
         _saves(finished, locks, limits.age_s),
         _files("caches of eval and dpo", f"{days}; made again where needed", _caches(runs, limits.age_s)),
         _files("output logs", days, [path for path in runs.glob("*/output.log") if _is_old(path, limits.age_s)]),
-        _folders(runs, "abandoned runs", f"unfinished, {days}, not the newest of its stage", abandoned, _is_abandoned(limits)),
+        _folders(runs, "abandoned runs", f"unfinished, {days}, not the newest of its stage", unfinished, _is_abandoned(limits)),
         _folders(runs, "experiments' copies", f"{days}, no process holds them", copies, lambda path: _is_old(path, limits.age_s)),
     ]
     if limits.keep_records:
@@ -110,7 +112,8 @@ def _surplus(finished: Iterable[RunFolder], keep: int) -> Iterator[RunFolder]:
         yield from stage[keep:]
 
 
-def _abandoned(folders: Iterable[RunFolder], age_s: float) -> Iterator[Path]:
+def abandoned(folders: Iterable[RunFolder], age_s: float) -> Iterator[Path]:
+    """Unfinished runs that nothing has touched for `age_s` seconds; the newest of a stage is none."""
     newest: dict[str, RunFolder] = {}
     for folder in sorted(folders, key=lambda folder: _changed(folder.about)):
         newest[folder.stage] = folder

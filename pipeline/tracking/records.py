@@ -145,6 +145,12 @@ def find_runs(home: Path, names: Sequence[str]) -> list[RunFolder]:
     return [_find(home, name, folders) for name in names]
 
 
+def is_complete(folder: RunFolder, uri: str | None = None) -> bool:
+    """Whether feeder.json says that the store (at `uri`, or the run's own) has all that the last attempt left."""
+    about, noted = read_json(folder.about), read_json(folder.feeder_note)
+    return noted.get("complete") == about.get("attempt") and noted.get("tracking_uri") == (uri or about.get("tracking_uri"))
+
+
 def _find(home: Path, name: str, folders: Sequence[RunFolder]) -> RunFolder:
     named = RunFolder((home / name).resolve())
     if named.about.exists():
