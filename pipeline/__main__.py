@@ -125,15 +125,25 @@ def gc(
         typer.echo(line)
 
 
+Html = Annotated[Path | None, typer.Option("--html", metavar="PAGE", help="write it as one self-contained page, with curves")]
+
+
 @app.command()
 def whence(
     file: Annotated[Path, typer.Argument(help="a checkpoint, or anything else that a stage wrote, under any name")],
     as_json: Annotated[bool, typer.Option("--json", help="everything, for programs")] = False,
+    html: Html = None,
 ) -> None:
     """Say where a file came from: stage, commit, parameters, parents up to the corpus, run, evaluation."""
     from pipeline.lineage import whence as command
 
     origin = command.whence(file, Path.cwd(), home(Path.cwd()) / ".runs")
+    if html is not None:
+        from pipeline.pages.page import write_page
+        from pipeline.pages.whence_page import whence_page
+
+        typer.echo(write_page(html, whence_page(origin, Path.cwd())))
+        return
     for line in [command.as_json(origin)] if as_json else command.as_text(origin):
         typer.echo(line)
 
@@ -145,7 +155,6 @@ def doctor(
 ) -> None:
     """Say what is wrong with a run, or with machine, repository and the newest runs, and how to mend it; 1 if it is a problem."""
     from pipeline.reading import doctor as command
-    from pipeline.tracking.home import home
     from pipeline.tracking.records import find_runs
 
     root, runs = Path.cwd(), home(Path.cwd())
@@ -155,6 +164,30 @@ def doctor(
     for line in [command.as_json(lines, diagnoses)] if as_json else [*lines, *(x for d in diagnoses for x in d.lines())]:
         typer.echo(line)
     raise typer.Exit(int(command.has_problem(lines, diagnoses)))
+
+
+@app.command()
+def compare(
+    things: Annotated[list[str], typer.Argument(help="run folders, stages, ids of MLflow runs, DVC experiments, files")],
+    stage: Annotated[str | None, typer.Option(help="whose run is meant of experiments")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="everything, for programs")] = False,
+    html: Html = None,
+) -> None:
+    """Say how runs differ: configuration, metrics, samples, and whether other seeds differ as much."""
+    from pipeline.reading import compare as command
+
+    comparison = command.compare(Path.cwd(), home(Path.cwd()), things, stage)
+    if html is not None:
+        from pipeline.pages.compare_page import compare_page
+        from pipeline.pages.page import write_page
+
+        typer.echo(write_page(html, compare_page(comparison)))
+    elif as_json:
+        typer.echo(command.as_json(comparison))
+    else:
+        from pipeline.reading.compare_text import print_comparison
+
+        print_comparison(comparison)
 
 
 Model = Annotated[str, typer.Argument(help="pretrain, full_sft, lora, dpo, ppo, grpo or agent")]

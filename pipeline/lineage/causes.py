@@ -14,6 +14,7 @@ from typing import Any
 
 from pipeline.lineage.code_hash import syntax_hash, without_strings
 from pipeline.lineage.git import git
+from pipeline.lineage.history import flat_params
 from pipeline.lineage.overrides import shown
 from pipeline.lineage.rows import changed_rows
 from pipeline.yaml_files import read_yaml
@@ -50,13 +51,13 @@ def reasons(
 
 def param_causes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
     """`grpo.lr 1e-4 → 2e-4` for every leaf that differs; trees and dotted keys may be mixed."""
-    old, new = dict(_leaves(before)), dict(_leaves(after))
+    old, new = dict(flat_params(before)), dict(flat_params(after))
     for key in [*new, *(key for key in old if key not in new)]:
         if key not in old:
             yield f"{key} (new) → {shown(new[key])}"
         elif key not in new:
             yield f"{key} {shown(old[key])} → (gone)"
-        elif old[key] != new[key]:
+        elif _plain(old[key]) != _plain(new[key]):
             yield f"{key} {shown(old[key])} → {shown(new[key])}"
 
 
@@ -152,9 +153,6 @@ def _dump(node: ast.AST) -> str:
     return hashlib.sha256(ast.dump(node).encode()).hexdigest()
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
+def _plain(value: Any) -> Any:
+    """As YAML has it, which knows no tuples."""
+    return list(value) if isinstance(value, tuple) else value

@@ -5,7 +5,7 @@ wrote it, and from there, through what that stage read, everything before it.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -123,8 +123,11 @@ def commits_with_lock(root: Path) -> list[str]:
 
 def experiment_commit(root: Path, name: str) -> str | None:
     """The commit that holds the DVC experiment of this name, the newest where several baselines have one; None without any."""
-    found = git(root, "for-each-ref", "--sort=-committerdate", "--format=%(objectname)", f"refs/exps/*/*/{name}").split()
-    return found[0] if found else None
+    for line in git(root, "for-each-ref", "--sort=-committerdate", "--format=%(objectname) %(refname)", "refs/exps").splitlines():
+        commit, _, ref = line.partition(" ")
+        if ref.split("/")[4:] == [name]:  # refs/exps/<2 digits>/<38 digits>/<name>
+            return commit
+    return None
 
 
 def entry_in(lock: str, stage: str) -> str:
@@ -148,12 +151,13 @@ def _made(name: str, entry: dict[str, Any]) -> Made:
     params = {key: value for keys in entry.get("params", {}).values() for key, value in keys.items()}
     deps, outs = ({each["path"]: each["md5"] for each in entry.get(kind, [])} for kind in ("deps", "outs"))
     data = {path: md5 for path, md5 in deps.items() if not path.startswith(CODE) and path != PLACEHOLDER}
-    return Made(name, dict(_flat(params)), data, outs)
+    return Made(name, dict(flat_params(params)), data, outs)
 
 
-def _flat(params: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat_params(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Full key and value, such as `("grpo.lr", 0.0001)`, of nested parameters."""
     for key, value in params.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
+        if isinstance(value, Mapping):
+            yield from flat_params(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

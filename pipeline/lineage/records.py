@@ -73,10 +73,14 @@ def tracked_run(root: Path, home: Path, stage: str) -> TrackedRun | None:
     """
     for folder in recorded_runs(root, home, stage):
         if run_id := read_json(folder / "feeder.json").get("run_id"):
-            uri = read_json(folder / "run.json").get("tracking_uri", "")
-            served = is_server(uri)
-            return TrackedRun(f"{uri.rstrip('/') if served else LOCAL_UI}/#/runs/{run_id}", served)
+            return run_page(read_json(folder / "run.json").get("tracking_uri", ""), run_id)
     return None
+
+
+def run_page(tracking_uri: str, run_id: str) -> TrackedRun:
+    """Where MLflow shows a run."""
+    served = is_server(tracking_uri)
+    return TrackedRun(f"{tracking_uri.rstrip('/') if served else LOCAL_UI}/#/runs/{run_id}", served)
 
 
 def _key(root: Path, stage: str, digests: Mapping[str, str]) -> str:

@@ -18,7 +18,7 @@ def run_that_made(made: Made, runs: Path) -> RunFolder | None:
         folder = RunFolder(path.parent)
         about = read_json(folder.about)
         if _made_this(about, made) and read_json(folder.exit).get("code") == 0:
-            found.append((about["started_s"], folder))
+            found.append((about.get("started_s", 0.0), folder))
     return max(found, key=lambda each: each[0])[1] if found else None
 
 
@@ -64,6 +64,6 @@ def _commits(root: Path, about: Mapping[str, Any]) -> Iterator[str | None]:
 
 
 def _made_this(about: Mapping[str, Any], made: Made) -> bool:
-    """Whether the run had these parameters and inputs."""
-    read = {path: about["tags"].get(f"dvc.{path}") for path in made.deps}
-    return read == made.deps and flatten(about["params"]) == {key: str(value) for key, value in made.params.items()}
+    """Whether the run had these parameters and inputs; one whose run.json cannot be read had none."""
+    read = {path: about.get("tags", {}).get(f"dvc.{path}") for path in made.deps}
+    return read == made.deps and flatten(about.get("params", {})) == {key: str(value) for key, value in made.params.items()}

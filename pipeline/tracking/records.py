@@ -102,6 +102,11 @@ class Record:
                     series.values.append(value)
         return found
 
+    @property
+    def steps(self) -> int:
+        """The last step that it measured; 0 before any."""
+        return max((series.steps[-1] for series in self.metrics.values()), default=0)
+
     def samples(self) -> Iterator[dict[str, Any]]:
         """What it generated, a row each, `step` first; none once `pipeline gc` has removed them."""
         return _lines(self.folder.samples)
