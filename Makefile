@@ -11,8 +11,8 @@ export PATH := $(BIN):$(PATH)
 repro: $(INSTALLED)  ## bring every stage up to date
 	$(BIN)/dvc repro
 
-test: check  ## everything that must hold before a change lands
-	$(BIN)/python -m pytest
+test: check  ## everything that must hold before a change lands, a process per core
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 check: $(INSTALLED)  ## layout, lint, types
 	$(BIN)/ruff format --check --quiet .

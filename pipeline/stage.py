@@ -20,18 +20,23 @@ from pathlib import Path
 from typing import Any, Self
 
 import pipeline
+from pipeline.diagnosis.guard import Guard
 from pipeline.digests import digests
-from pipeline.lineage.declaration import is_recorded
+from pipeline.errors import GuardError
+from pipeline.lineage.causes import reasons
+from pipeline.lineage.declaration import is_recorded, undisturbed
 from pipeline.params.schema import Runtime
 from pipeline.supervise import Stopped, StopSignals, exit_on_error, explain, hold, is_held, lasting_stderr
 from pipeline.tracking.console import ProgressBar
 from pipeline.tracking.description import run_name, run_tags
 from pipeline.tracking.home import home
 from pipeline.tracking.recorder import JsonLines, Recorder, now_s
+from pipeline.tracking.records import Record
 from pipeline.tracking.run_folder import RunFolder, open_run_folder, read_json, run_key, write_json
 from pipeline.tracking.saves import NO_RECORDS, newest_save, prune_finished, read_save, write_save
 from pipeline.tracking.space import check_space
 from pipeline.tracking.store import tracking_uri
+from pipeline.tracking.usage import Meter, spent_before
 from pipeline.training.ranks import ALONE, Ranks, launched_ranks
 
 FOLLOWERS_END_S = 5.0
@@ -52,7 +57,14 @@ class StageRun:
     """
 
     def __init__(
-        self, stage: str, root: Path, folder: RunFolder, runtime: Runtime, stop: StopSignals, ranks: Ranks = ALONE
+        self,
+        stage: str,
+        root: Path,
+        folder: RunFolder,
+        params: Mapping[str, Any],
+        runtime: Runtime,
+        stop: StopSignals,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.stage = stage
         self.root = root
@@ -67,6 +79,7 @@ class StageRun:
         self._recorder = Recorder(
             JsonLines(folder.metrics, save["metrics_bytes"]), JsonLines(folder.samples, save["samples_bytes"])
         )
+        self._guard = None if runtime.guard == "off" else Guard(stage, params, Record(folder).metrics)
         self._saved_at = time.monotonic()
 
     @property
@@ -80,8 +93,10 @@ class StageRun:
         return self._stop.requested is not None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Appends the metrics of an optimizer step; values that are not finite become null."""
+        """Appends the metrics of an optimizer step; values that are not finite become null. The guard looks on."""
         self._recorder.log(step, metrics)
+        for finding in self._guard.follow(step, metrics) if self._guard else ():
+            self.announce(f"{finding.severity}: {finding}")
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Appends generated samples: one row of plain JSON values each."""
@@ -114,14 +129,20 @@ class StageRun:
 
         Raises:
             Stopped: a signal asked for it; the state of `step` has been saved.
+            GuardError: `runtime.guard` found a problem; the state of `step` has been saved.
         """
         self._stop.deferred = True
-        signum = self._ranks.first(self._stop.requested)
+        signum = self._stop.requested
+        problem = self._guard.problem if self._guard and self._runtime.guard == "stop" else None
+        code = 128 + signum if signum is not None else GuardError.exit_code if problem else None
+        if self._ranks.first(code) is None:
+            if self.should_save(step):
+                self.save(step, make_state())
+            return
+        saved = "saved" if self.save(step, make_state()) else "not saved"
         if signum is not None:
-            saved = "saved" if self.save(step, make_state()) else "not saved"
             raise Stopped(signum, f" after step {step}, {saved}; the same command resumes")
-        if self.should_save(step):
-            self.save(step, make_state())
+        raise GuardError(f"stopped by runtime.guard after step {step}, {saved}; with guard: warn it goes on. {problem}")
 
     def progress(self, total: int) -> ProgressBar:
         """A progress bar over `total` steps, as `runtime.progress` wants it."""
@@ -161,9 +182,9 @@ class Follower(StageRun):
     def checkpoint(self, step: int, make_state: Callable[[], Mapping[str, Any]]) -> None:
         """Ends the process where rank 0 was asked to stop."""
         self._stop.deferred = True
-        signum = self._ranks.first(None)
-        if signum is not None:
-            raise SystemExit(128 + signum)
+        code = self._ranks.first(None)
+        if code is not None:
+            raise SystemExit(code)
 
     def progress(self, total: int) -> ProgressBar:
         """No bar; the end of its block ends the process."""
@@ -196,13 +217,15 @@ def stage_process(stage: str, *, root: Path | None = None, memory_hint: str = "u
     Raises:
         SystemExit: instead of every exception of the block; the codes are in `pipeline.supervise`.
     """
-    folder = (root or Path.cwd()) / ".runs" / stage
+    root = root or Path.cwd()
+    folder = root / ".runs" / stage
     with (
         lasting_stderr(),
         exit_on_error(stage, memory_hint),
         StopSignals() as stop,
         hold(folder / "lock", wait=False),
         _recorded_exit(folder / "exit.json", stop, memory_hint),
+        undisturbed(stage, root),
     ):
         yield stop
 
@@ -252,13 +275,15 @@ def stage_run(
         key = run_key(stage, params, known, code.get(code_file))
         recorded = is_recorded(stage, params, known | code, root / "dvc.lock")
         folder = _held_run_folder(stack, runs, stage, key, recorded=recorded)
+        spent = spent_before(folder)
         folder.exit.unlink(missing_ok=True)
         wanted = runtime.ranks if ranked and launched.size == 1 else 1
         with _recorded_exit(folder.exit, stop, memory_hint), _followers(wanted):
             check_space(stage, folder, root, params, inputs, runtime.keep_saves)
-            run = StageRun(stage, root, folder, runtime, stop, launched_ranks() if ranked else ALONE)
+            run = StageRun(stage, root, folder, params, runtime, stop, launched_ranks() if ranked else ALONE)
             stack.callback(run.close)
-            _describe(run, key, params, known | code)
+            why = reasons(root, run.home, stage, params, known | code)
+            _describe(run, key, params, known | code, why, spent)
             if runtime.mlflow:
                 _start_feeder(run)
             yield run
@@ -293,11 +318,11 @@ def _held_run_folder(stack: ExitStack, runs: Path, stage: str, key: str, *, reco
 
 @contextmanager
 def _recorded_exit(path: Path, stop: StopSignals, memory_hint: str) -> Iterator[None]:
-    """Leaves code, reason and time of the block's end in the file at `path`; also of an end at once."""
-    further = stop.on_abort
+    """Leaves code, reason and time of the block's end, and what it used, in the file at `path`; also of an end at once."""
+    further, meter = stop.on_abort, Meter()
 
     def record(code: int, reason: str) -> None:
-        write_json(path, {"code": code, "reason": reason, "time_s": now_s()})
+        write_json(path, {"code": code, "reason": reason, "time_s": now_s(), "used": meter.read()})
 
     def abort(code: int, reason: str) -> None:
         record(code, reason)
@@ -372,8 +397,16 @@ def _wait_for(followers: Sequence["subprocess.Popen[bytes]"]) -> int:
     return min((code for code in codes if code and code > 0), default=0)
 
 
-def _describe(run: StageRun, key: str, params: Mapping[str, Any], known: Mapping[str, str]) -> None:
+def _describe(
+    run: StageRun,
+    key: str,
+    params: Mapping[str, Any],
+    known: Mapping[str, str],
+    why: list[str],
+    spent: Mapping[str, float],
+) -> None:
     before = read_json(run.folder.about)
+    why = before.get("why") or why  # what resumes has the reason of its first start
     uri = tracking_uri(run.home)
     about = {
         "stage": run.stage,
@@ -381,10 +414,13 @@ def _describe(run: StageRun, key: str, params: Mapping[str, Any], known: Mapping
         "uid": before.get("uid") or uuid.uuid4().hex,
         "attempt": before.get("attempt", 0) + 1,
         "started_s": before.get("started_s") or now_s(),
+        "attempt_s": now_s(),
+        "spent": spent,
+        "why": why,
         "root": str(run.home),
         "tracking_uri": uri,
         "params": params,
-        "tags": run_tags(run.root, run.stage, key, known),
+        "tags": run_tags(run.root, run.stage, key, known) | {"run.why": "\n".join(why)},
     }
     write_json(run.folder.about, about)
     start = f"resumes at step {run.resumed_step}" if about["attempt"] > 1 else "new"

@@ -5,7 +5,6 @@ wrote it, and from there, through what that stage read, everything before it.
 """
 
 import re
-import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +13,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
+from pipeline.lineage.git import git
 from pipeline.yaml_files import read_yaml
 
 LOCK = "dvc.lock"
@@ -95,9 +95,9 @@ def locks_with(root: Path, digest: str) -> Iterator[Lock]:
     if (root / LOCK).is_file() and digest in (root / LOCK).read_text(encoding="utf-8"):
         yield from _if_written(Lock(None, None, _stages(read_yaml(root / LOCK))), digest)
     # -S: the commits in which the number of occurrences changes, so those that bring a digest and those that drop it.
-    for line in _git(root, "log", "--all", "--format=%H %cI", f"-S{digest}", "--", LOCK).splitlines():
+    for line in git(root, "log", "--all", "--format=%H %cI", f"-S{digest}", "--", LOCK).splitlines():
         commit, _, time = line.partition(" ")
-        text = _git(root, "show", f"{commit}:./{LOCK}")
+        text = git(root, "show", f"{commit}:./{LOCK}")
         if digest in text:
             yield from _if_written(Lock(commit, time, _stages(YAML(typ="safe", pure=True).load(text))), digest)
 
@@ -112,20 +112,18 @@ def lock_at(root: Path, commit: str | None) -> Lock | None:
     text = file_at(root, commit, LOCK)
     if text is None:
         return None
-    time = _git(root, "show", "--no-patch", "--format=%cI", commit).strip() if commit else None
+    time = git(root, "show", "--no-patch", "--format=%cI", commit).strip() if commit else None
     return Lock(commit, time, _stages(YAML(typ="safe", pure=True).load(text)))
 
 
 def commits_with_lock(root: Path) -> list[str]:
     """The commits of branches and tags that changed dvc.lock, newest first; experiments are not among them."""
-    return _git(root, "log", "--branches", "--tags", "--format=%H", "--", LOCK).split()
+    return git(root, "log", "--branches", "--tags", "--format=%H", "--", LOCK).split()
 
 
 def experiment_commit(root: Path, name: str) -> str | None:
     """The commit that holds the DVC experiment of this name, the newest where several baselines have one; None without any."""
-    for line in _git(
-        root, "for-each-ref", "--sort=-committerdate", "--format=%(objectname) %(refname)", "refs/exps"
-    ).splitlines():
+    for line in git(root, "for-each-ref", "--sort=-committerdate", "--format=%(objectname) %(refname)", "refs/exps").splitlines():
         commit, _, ref = line.partition(" ")
         if ref.split("/")[4:] == [name]:  # refs/exps/<2 digits>/<38 digits>/<name>
             return commit
@@ -142,7 +140,7 @@ def file_at(root: Path, commit: str | None, path: str) -> str | None:
     """A tracked file's text in a commit (None: in the workspace); None where there is no such file."""
     if commit is None:
         return (root / path).read_text(encoding="utf-8") if (root / path).is_file() else None
-    return _git(root, "show", f"{commit}:./{path}") or None
+    return git(root, "show", f"{commit}:./{path}") or None
 
 
 def _stages(lock: Any) -> dict[str, Made]:
@@ -163,12 +161,3 @@ def flat_params(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
             yield from flat_params(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _git(root: Path, *arguments: str) -> str:
-    """What git says; nothing outside a repository, or where git knows no such thing."""
-    try:
-        ended = subprocess.run(["git", *arguments], cwd=root, capture_output=True, encoding="utf-8", check=False)
-    except FileNotFoundError:
-        return ""
-    return ended.stdout if ended.returncode == 0 else ""
