@@ -150,3 +150,6 @@ def test_reasons_of_a_stage(tmp_path: Path) -> None:
     assert reasons(tmp_path, tmp_path, "grpo", params, digests) == [NOTHING]
     changed = reasons(tmp_path, tmp_path, "grpo", {"grpo": {"lr": 0.2}}, {"data/a": "9", "data/c": "3"})
     assert changed == ["grpo.lr 0.1 → 0.2", "data/a modified", "data/c is a new input", "data/b is no input any more"]
+    for size in range(len(LOCK)):  # DVC may be writing it, for a sibling
+        (tmp_path / "dvc.lock").write_text(LOCK[:size])
+        assert reasons(tmp_path, tmp_path, "grpo", params, digests)

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.lineage.code_hash import syntax_hash, without_strings
+from pipeline.lineage.declaration import read_lock
 from pipeline.lineage.git import git
 from pipeline.lineage.history import flat_params
 from pipeline.lineage.overrides import shown
 from pipeline.lineage.rows import changed_rows
-from pipeline.yaml_files import read_yaml
 
 MAX_VERSIONS = 50
 """Of a module in git that are searched for the old code."""
@@ -39,13 +39,10 @@ def reasons(
         digests: digest of every input by path, `data/code/<stage>.json` included.
         lock_file: of the last results, below `root`.
     """
-    path = root / lock_file
-    entry = (read_yaml(path) or {}).get("stages", {}).get(stage) if path.exists() else None
-    if entry is None:
+    made = read_lock(root / lock_file).get(stage)
+    if made is None:
         return [FIRST]
-    recorded = entry.get("params", {}).get("params.yaml", {})
-    read = {dep["path"]: dep["md5"] for dep in entry.get("deps", [])}
-    causes = [*param_causes(recorded, params), *(dep_causes(root, home, read, digests))]
+    causes = [*param_causes(made.params, params), *dep_causes(root, home, made.digests, digests)]
     return causes or [NOTHING]
 
 
