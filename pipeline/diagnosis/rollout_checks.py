@@ -56,7 +56,7 @@ def reward_hacked(run: Signals, limit: Limit) -> Finding | None:
     if not terms[best].rose or not losers or not (severity := limit.reached(cost / terms[best].gain)):
         return None
     lost = ", ".join(f"{key.removeprefix(TERM)} {_moved(course)}" for key, course in losers.items())
-    sentence = f"the reward rises by its term {best.removeprefix(TERM)} alone ({_moved(terms[best])}) and others pay: {lost}"
+    sentence = f"the reward rises by its term {best.removeprefix(TERM)} ({_moved(terms[best])}) and others pay: {lost}"
     advice = f"read the samples for a trick; lower that term's weight in `rewards`, or raise {run.key('kl_coef')}"
     return Finding("reward_hacked", severity, sentence, advice, terms[best].late.evidence)
 
