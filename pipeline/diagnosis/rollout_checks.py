@@ -51,7 +51,7 @@ def reward_hacked(run: Signals, limit: Limit) -> Finding | None:
     if total is None or not total.rose or len(terms) < 2:
         return None
     best = max(terms, key=lambda key: terms[key].gain)
-    losers = {key: course for key, course in terms.items() if course.fell and course.gain < 0}
+    losers = {key: course for key, course in terms.items() if course.fell}
     cost = -sum(course.gain for course in losers.values())
     if not terms[best].rose or not losers or not (severity := limit.reached(cost / terms[best].gain)):
         return None
