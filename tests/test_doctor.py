@@ -18,6 +18,7 @@ import torch
 
 from pipeline import __main__ as command_line
 from pipeline.diagnosis.findings import Severity
+from pipeline.errors import ParamsError
 from pipeline.params import load_params
 from pipeline.reading import doctor, machine, workspace
 from pipeline.reading.lines import Line
@@ -86,6 +87,12 @@ def test_a_fresh_clone_is_no_problem(
     assert lines["lineage"] == "warn" and "no dvc.lock: no stage has run; `dvc repro` runs all" in said
     assert [name for name, severity in lines.items() if severity == "problem"] == []
     assert not list(repository.glob(".runs")) and not list(repository.glob("mlflow.db"))  # it only reads
+
+
+def test_another_folder_is_refused_in_a_line(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (repository / "dvc.yaml").unlink()
+    with pytest.raises(ParamsError, match="no dvc.yaml; run the command in the repository"):
+        list(doctor.checkup(repository, repository))
 
 
 def test_a_wrong_params_file_hides_nothing_else(

@@ -117,7 +117,7 @@ def test_a_length_hack_is_named(sets: Path, tokenizer: Tokenizer) -> None:
     run = group_run(sets, tokenizer, length_hack, max_new_tokens=12)
     assert severities(run) == {"reward_hacked": Severity.PROBLEM, "length_cap": Severity.PROBLEM}
     (hacked, cap) = diagnose(run)
-    assert "its term long alone" in hacked.sentence and "finished" in hacked.sentence and "grpo.kl_coef" in hacked.advice
+    assert "its term long (" in hacked.sentence and "finished" in hacked.sentence and "grpo.kl_coef" in hacked.advice
     assert "grpo.max_new_tokens (now 12)" in cap.advice and cap.evidence.key == "rollout/truncated_frac"
 
 

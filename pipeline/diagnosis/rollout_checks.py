@@ -51,12 +51,12 @@ def reward_hacked(run: Signals, limit: Limit) -> Finding | None:
     if total is None or not total.rose or len(terms) < 2:
         return None
     best = max(terms, key=lambda key: terms[key].gain)
-    losers = {key: course for key, course in terms.items() if course.fell and course.gain < 0}
+    losers = {key: course for key, course in terms.items() if course.fell}
     cost = -sum(course.gain for course in losers.values())
     if not terms[best].rose or not losers or not (severity := limit.reached(cost / terms[best].gain)):
         return None
     lost = ", ".join(f"{key.removeprefix(TERM)} {_moved(course)}" for key, course in losers.items())
-    sentence = f"the reward rises by its term {best.removeprefix(TERM)} alone ({_moved(terms[best])}) and others pay: {lost}"
+    sentence = f"the reward rises by its term {best.removeprefix(TERM)} ({_moved(terms[best])}) and others pay: {lost}"
     advice = f"read the samples for a trick; lower that term's weight in `rewards`, or raise {run.key('kl_coef')}"
     return Finding("reward_hacked", severity, sentence, advice, terms[best].late.evidence)
 

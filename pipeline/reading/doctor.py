@@ -105,7 +105,13 @@ def newest_runs(home: Path) -> list[RunFolder]:
 
 
 def checkup(root: Path, home: Path) -> Iterator[Line]:
-    """Machine and repository, a line each."""
+    """Machine and repository, a line each.
+
+    Raises:
+        ParamsError: `root` is no repository of this project.
+    """
+    if not (root / "dvc.yaml").exists():
+        raise ParamsError(f"{root}: no dvc.yaml; run the command in the repository")
     params, lines = check_params(root)
     yield from lines
     yield check_python(root)
