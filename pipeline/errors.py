@@ -50,7 +50,13 @@ class HeldError(PipelineError):
     exit_code = 6
 
 
+class GateError(PipelineError):
+    """A model is worse than the one it started from, and `eval.gate` forbids that."""
+
+    exit_code = 7
+
+
 class DiskSpaceError(PipelineError):
     """The disk has no room for what a stage writes."""
 
-    exit_code = 7
+    exit_code = 8

@@ -23,7 +23,8 @@ import pipeline
 from pipeline.diagnosis.guard import Guard
 from pipeline.digests import digests
 from pipeline.errors import GuardError
-from pipeline.lineage.declaration import is_recorded
+from pipeline.lineage.causes import reasons
+from pipeline.lineage.declaration import is_recorded, undisturbed
 from pipeline.params.schema import Runtime
 from pipeline.supervise import Stopped, StopSignals, exit_on_error, explain, hold, is_held, lasting_stderr
 from pipeline.tracking.console import ProgressBar
@@ -35,6 +36,7 @@ from pipeline.tracking.run_folder import RunFolder, open_run_folder, read_json, 
 from pipeline.tracking.saves import NO_RECORDS, newest_save, prune_finished, read_save, write_save
 from pipeline.tracking.space import check_space
 from pipeline.tracking.store import tracking_uri
+from pipeline.tracking.usage import Meter, spent_before
 from pipeline.training.ranks import ALONE, Ranks, launched_ranks
 
 FOLLOWERS_END_S = 5.0
@@ -215,13 +217,15 @@ def stage_process(stage: str, *, root: Path | None = None, memory_hint: str = "u
     Raises:
         SystemExit: instead of every exception of the block; the codes are in `pipeline.supervise`.
     """
-    folder = (root or Path.cwd()) / ".runs" / stage
+    root = root or Path.cwd()
+    folder = root / ".runs" / stage
     with (
         lasting_stderr(),
         exit_on_error(stage, memory_hint),
         StopSignals() as stop,
         hold(folder / "lock", wait=False),
         _recorded_exit(folder / "exit.json", stop, memory_hint),
+        undisturbed(stage, root),
     ):
         yield stop
 
@@ -271,13 +275,15 @@ def stage_run(
         key = run_key(stage, params, known, code.get(code_file))
         recorded = is_recorded(stage, params, known | code, root / "dvc.lock")
         folder = _held_run_folder(stack, runs, stage, key, recorded=recorded)
+        spent = spent_before(folder)
         folder.exit.unlink(missing_ok=True)
         wanted = runtime.ranks if ranked and launched.size == 1 else 1
         with _recorded_exit(folder.exit, stop, memory_hint), _followers(wanted):
             check_space(stage, folder, root, params, inputs, runtime.keep_saves)
             run = StageRun(stage, root, folder, params, runtime, stop, launched_ranks() if ranked else ALONE)
             stack.callback(run.close)
-            _describe(run, key, params, known)
+            why = reasons(root, run.home, stage, params, known | code)
+            _describe(run, key, params, known | code, why, spent)
             if runtime.mlflow:
                 _start_feeder(run)
             yield run
@@ -312,11 +318,11 @@ def _held_run_folder(stack: ExitStack, runs: Path, stage: str, key: str, *, reco
 
 @contextmanager
 def _recorded_exit(path: Path, stop: StopSignals, memory_hint: str) -> Iterator[None]:
-    """Leaves code, reason and time of the block's end in the file at `path`; also of an end at once."""
-    further = stop.on_abort
+    """Leaves code, reason and time of the block's end, and what it used, in the file at `path`; also of an end at once."""
+    further, meter = stop.on_abort, Meter()
 
     def record(code: int, reason: str) -> None:
-        write_json(path, {"code": code, "reason": reason, "time_s": now_s()})
+        write_json(path, {"code": code, "reason": reason, "time_s": now_s(), "used": meter.read()})
 
     def abort(code: int, reason: str) -> None:
         record(code, reason)
@@ -391,8 +397,16 @@ def _wait_for(followers: Sequence["subprocess.Popen[bytes]"]) -> int:
     return min((code for code in codes if code and code > 0), default=0)
 
 
-def _describe(run: StageRun, key: str, params: Mapping[str, Any], known: Mapping[str, str]) -> None:
+def _describe(
+    run: StageRun,
+    key: str,
+    params: Mapping[str, Any],
+    known: Mapping[str, str],
+    why: list[str],
+    spent: Mapping[str, float],
+) -> None:
     before = read_json(run.folder.about)
+    why = before.get("why") or why  # what resumes has the reason of its first start
     uri = tracking_uri(run.home)
     about = {
         "stage": run.stage,
@@ -400,10 +414,13 @@ def _describe(run: StageRun, key: str, params: Mapping[str, Any], known: Mapping
         "uid": before.get("uid") or uuid.uuid4().hex,
         "attempt": before.get("attempt", 0) + 1,
         "started_s": before.get("started_s") or now_s(),
+        "attempt_s": now_s(),
+        "spent": spent,
+        "why": why,
         "root": str(run.home),
         "tracking_uri": uri,
         "params": params,
-        "tags": run_tags(run.root, run.stage, key, known),
+        "tags": run_tags(run.root, run.stage, key, known) | {"run.why": "\n".join(why)},
     }
     write_json(run.folder.about, about)
     start = f"resumes at step {run.resumed_step}" if about["attempt"] > 1 else "new"

@@ -222,7 +222,7 @@ def test_a_lock_names_its_holder_and_dies_with_it(tmp_path: Path) -> None:
         (Stopped(signal.SIGTERM, " after step 3"), 143, "stopped by SIGTERM after step 3"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (OSError(errno.ENOSPC, "No space left on device", "f.pt"), 7, f"f.pt: {NO_SPACE}"),
-        (OSError(errno.EDQUOT, "Disk quota exceeded"), 7, f"the disk: {NO_SPACE}"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), 8, f"the disk: {NO_SPACE}"),
         (OSError(errno.EACCES, "Permission denied", "f.pt"), 1, None),
         (SystemExit(7), 7, None),
     ],

@@ -4,14 +4,12 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pipeline.errors import PipelineError
-from pipeline.lineage.declaration import declaration
+from pipeline.lineage.declaration import declaration, read_lock
 from pipeline.params import load_params
 from pipeline.tracking.run_folder import read_json, run_key
 from pipeline.tracking.store import is_server
-from pipeline.yaml_files import read_yaml
 
 LOCAL_UI = "http://127.0.0.1:5000"
 """Where `make ui` shows a store that no server owns."""
@@ -56,10 +54,10 @@ def recorded_runs(root: Path, home: Path, stage: str) -> Iterator[Path]:
     runs = home / ".runs" / stage
     if not any(runs.glob("*/*/run.json")):
         return
-    locked = read_yaml(root / "dvc.lock")["stages"].get(stage)
-    if locked is None:
+    made = read_lock(root / "dvc.lock").get(stage)
+    if made is None:
         return
-    recipe = runs / _key(root, stage, locked)
+    recipe = runs / _key(root, stage, made.digests)
     for folder in sorted(recipe.glob("*"), key=lambda path: int(path.name) if path.name.isdecimal() else 0, reverse=True):
         if read_json(folder / "exit.json").get("code") == 0:
             yield folder
@@ -75,15 +73,18 @@ def tracked_run(root: Path, home: Path, stage: str) -> TrackedRun | None:
     """
     for folder in recorded_runs(root, home, stage):
         if run_id := read_json(folder / "feeder.json").get("run_id"):
-            uri = read_json(folder / "run.json").get("tracking_uri", "")
-            served = is_server(uri)
-            return TrackedRun(f"{uri.rstrip('/') if served else LOCAL_UI}/#/runs/{run_id}", served)
+            return run_page(read_json(folder / "run.json").get("tracking_uri", ""), run_id)
     return None
 
 
-def _key(root: Path, stage: str, locked: Mapping[str, Any]) -> str:
+def run_page(tracking_uri: str, run_id: str) -> TrackedRun:
+    """Where MLflow shows a run."""
+    served = is_server(tracking_uri)
+    return TrackedRun(f"{tracking_uri.rstrip('/') if served else LOCAL_UI}/#/runs/{run_id}", served)
+
+
+def _key(root: Path, stage: str, digests: Mapping[str, str]) -> str:
     """The key of the run folder: from the digests in dvc.lock, so that nothing large is read again."""
-    digests = {dep["path"]: dep["md5"] for dep in locked.get("deps", [])}
     code = digests.get(f"data/code/{stage}.json")
     declared = declaration(stage, load_params(root / "params.yaml"), dvc_file=root / "dvc.yaml")
     return run_key(stage, declared.params, {path: digests.get(path, "") for path in declared.deps}, code)

@@ -303,6 +303,20 @@ class Tools(Section):
     extra: str | None  # a Python file below external/ with tools of the user's own
 
 
+GatedMetric = Literal[
+    "bits_per_byte",
+    "stops_frac",
+    "qa_exact",
+    "qa_exact_greedy",
+    "preference_accuracy",
+    "reward_mean",
+    "tool_success",
+    "tool_success_greedy",
+    "tool_earned",
+    "tool_valid_frac",
+]
+
+
 class Eval(Section):
     seed: Count
     panel_rows: Positive
@@ -312,6 +326,7 @@ class Eval(Section):
     max_turns: Positive
     batch_size: Positive
     confidence: OpenFrac
+    gate: list[GatedMetric] | None  # in which no model may be worse than its parent
 
 
 class Runtime(Section):

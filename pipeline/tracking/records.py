@@ -11,6 +11,7 @@ from typing import Any
 from pipeline.errors import ParamsError
 from pipeline.supervise import is_held
 from pipeline.tracking.run_folder import RunFolder, read_json
+from pipeline.tracking.usage import SECONDS, total
 
 
 @dataclass(slots=True)
@@ -61,9 +62,19 @@ class Record:
         return float(self.about.get("started_s", 0.0))
 
     @property
+    def why(self) -> list[str]:
+        """Why it ran, a line per cause."""
+        return list(self.about.get("why", []))
+
+    @property
+    def used(self) -> dict[str, float]:
+        """`seconds`, `cpu_s`, `device_s` and `energy_j` of all its attempts, as far as they are known; pauses do not count."""
+        return total(self.about.get("spent", {}), self.end.get("used", {}))
+
+    @property
     def seconds(self) -> float | None:
-        """From its first start to its end, pauses included; None without an orderly end."""
-        return round(self.end["time_s"] - self.started_s, 3) if "time_s" in self.end else None
+        """That it ran, pauses left out; None without an orderly end."""
+        return self.used.get(SECONDS) if self.end else None
 
     @property
     def finished(self) -> bool:
@@ -91,6 +102,11 @@ class Record:
                     series.values.append(value)
         return found
 
+    @property
+    def steps(self) -> int:
+        """The last step that it measured; 0 before any."""
+        return max((series.steps[-1] for series in self.metrics.values()), default=0)
+
     def samples(self) -> Iterator[dict[str, Any]]:
         """What it generated, a row each, `step` first; none once `pipeline gc` has removed them."""
         return _lines(self.folder.samples)
@@ -104,6 +120,20 @@ def all_runs(home: Path) -> list[RunFolder]:
     """
     abouts = (home / ".runs").glob("*/*/*/run.json")
     return [RunFolder(path.parent) for path in sorted(abouts, key=lambda path: path.stat().st_mtime)]
+
+
+def newest_finished(home: Path, stage: str) -> Record | None:
+    """The finished run of a stage that started last; None where there is none."""
+    records = [Record(RunFolder(path.parent)) for path in (home / ".runs" / stage).glob("*/*/run.json")]
+    return max((record for record in records if record.finished), key=lambda record: record.started_s, default=None)
+
+
+def past_seconds(home: Path, stage: str) -> float | None:
+    """How long a stage took the last time; None where nobody knows. A stage without runs leaves it in its exit.json."""
+    record = newest_finished(home, stage)
+    end = record.end if record is not None else read_json(home / ".runs" / stage / "exit.json")
+    used = record.used if record is not None else end.get("used", {})
+    return used.get(SECONDS) if end.get("code") == 0 else None
 
 
 def find_runs(home: Path, names: Sequence[str]) -> list[RunFolder]:

@@ -139,7 +139,7 @@ def run_key(stage: str, params: Mapping[str, Any], digests: Mapping[str, str], c
     return hashlib.sha256(json.dumps(recipe, sort_keys=True, allow_nan=False).encode()).hexdigest()[:16]
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, *, warn: bool = True) -> dict[str, Any]:
     """A file's JSON object, or an empty one when there is no file, or (with a warning on stderr) none that can be read."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -151,7 +151,8 @@ def read_json(path: Path) -> dict[str, Any]:
         if isinstance(value, dict):
             return value
         reason = f"holds a {type(value).__name__}, not an object"
-    print(f"{path}: unreadable, counts as absent ({reason})", file=sys.stderr, flush=True)
+    if warn:
+        print(f"{path}: unreadable, counts as absent ({reason})", file=sys.stderr, flush=True)
     return {}
 
 
