@@ -61,7 +61,7 @@ def diagnose_run(folder: RunFolder, root: Path, home: Path) -> Diagnosis:
         record.name,
         state,
         max(severities, key=list(Severity).index),
-        max((series.steps[-1] for series in record.metrics.values()), default=0),
+        record.steps,
         len(checks_of(record.stage, ended=signals.ended)),
         findings,
     )
