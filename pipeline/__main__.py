@@ -115,6 +115,7 @@ def replay_step(
     as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
 ) -> None:
     """Compute a step of ppo, grpo or agent again from what it sampled, and compare it with the record."""
+    from pipeline.reading import agreement
     from pipeline.reading import replayed as command
     from pipeline.tracking.records import find_runs
     from stages import agent, grpo, ppo
@@ -123,12 +124,12 @@ def replay_step(
     (folder,) = find_runs(home(Path.cwd()), [run])
     replayed = command.replay_step(Path.cwd(), home(Path.cwd()), folder, step, scripts)
     if as_json:
-        typer.echo(command.as_json(replayed, rows=rows))
+        typer.echo(agreement.as_json(replayed, rows=rows))
     else:
-        command.print_replayed(replayed, rows=rows)
+        agreement.print_replayed(replayed, rows=rows)
     if replayed.apart:
-        raise PipelineError(command.summary(replayed))
-    typer.echo(command.summary(replayed), err=as_json)
+        raise PipelineError(agreement.summary(replayed))
+    typer.echo(agreement.summary(replayed), err=as_json)
 
 
 @app.command()

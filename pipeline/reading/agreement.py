@@ -76,11 +76,9 @@ class Replayed:
 
 def compare(logged: Mapping[str, Any], replayed: Mapping[str, Any]) -> list[Compared]:
     """The numbers of both sides by name, those left out that a clock decides."""
-    names = sorted(name for name in logged.keys() | replayed.keys() if name != "step" and not is_clocked(name))
-    pairs = [(name, logged.get(name), replayed.get(name)) for name in names]
-    return [
-        Compared(name, _finite(old), _finite(new)) for name, old, new in pairs if not isinstance(new if old is None else old, str)
-    ]
+    names = [name for name, value in {**logged, **replayed}.items() if not isinstance(value, str) and name != "step"]
+    kept = sorted(name for name in names if not is_clocked(name))
+    return [Compared(name, _finite(logged.get(name)), _finite(replayed.get(name))) for name in kept]
 
 
 def _finite(value: float | None) -> float | None:
