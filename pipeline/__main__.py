@@ -108,9 +108,34 @@ def replay(
         typer.echo(line)
 
 
+@app.command("replay-step")
+def replay_step(
+    run: Annotated[str, typer.Argument(help="a run folder, a stage (its newest run) or the id of an MLflow run")],
+    step: Annotated[int, typer.Argument(help="a logged step, from 1", min=1)],
+    rows: Annotated[bool, typer.Option("--rows", help="every completion with its reward, terms and advantage, too")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
+) -> None:
+    """Compute a step of ppo, grpo or agent again from what it sampled, and compare it with the record."""
+    from pipeline.reading import agreement
+    from pipeline.reading import replayed as command
+    from pipeline.tracking.records import find_runs
+    from stages import agent, grpo, ppo
+
+    scripts = {"ppo": ppo.open_task, "grpo": grpo.open_task, "agent": agent.open_task}
+    (folder,) = find_runs(home(Path.cwd()), [run])
+    replayed = command.replay_step(Path.cwd(), home(Path.cwd()), folder, step, scripts)
+    if as_json:
+        typer.echo(agreement.as_json(replayed, rows=rows))
+    else:
+        agreement.print_replayed(replayed, rows=rows)
+    if replayed.apart:
+        raise PipelineError(agreement.summary(replayed))
+    typer.echo(agreement.summary(replayed), err=as_json)
+
+
 @app.command()
 def gc(
-    keep: Annotated[int, typer.Option(help="finished runs of each stage that keep samples and logs", min=1)] = 5,
+    keep: Annotated[int, typer.Option(help="finished runs of each stage that keep samples, rollouts and logs", min=1)] = 5,
     days: Annotated[
         float, typer.Option(help="unfinished runs and caches stay this long after their last use", min=0)
     ] = KEEP_DAYS,

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import pipeline
 from pipeline.diagnosis.guard import Guard
@@ -32,12 +32,16 @@ from pipeline.tracking.description import run_name, run_tags
 from pipeline.tracking.home import home
 from pipeline.tracking.recorder import JsonLines, Recorder, now_s
 from pipeline.tracking.records import Record
+from pipeline.tracking.rollouts import write_rollouts
 from pipeline.tracking.run_folder import RunFolder, open_run_folder, read_json, run_key, write_json
 from pipeline.tracking.saves import NO_RECORDS, newest_save, prune_finished, read_save, write_save
 from pipeline.tracking.space import check_space
 from pipeline.tracking.store import tracking_uri
 from pipeline.tracking.usage import Meter, spent_before
 from pipeline.training.ranks import ALONE, Ranks, launched_ranks
+
+if TYPE_CHECKING:
+    from pipeline.rollout.records import Trajectory
 
 FOLLOWERS_END_S = 5.0
 LEFTOVER_S = 3600.0
@@ -101,6 +105,11 @@ class StageRun:
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Appends generated samples: one row of plain JSON values each."""
         self._recorder.log_samples(step, rows)
+
+    def keep_rollouts(self, step: int, rollouts: "Mapping[int, Trajectory]") -> None:
+        """Keeps every trajectory of a step, by key, for `replay-step`; nothing where `runtime.keep_rollouts` is off."""
+        if self._runtime.keep_rollouts:
+            write_rollouts(self.folder.rollout(step), rollouts)
 
     def load(self) -> dict[str, Any] | None:
         """The state of the newest intact save, or None for a fresh run. Records after that step are gone already."""
@@ -173,6 +182,9 @@ class Follower(StageRun):
         """Nothing."""
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Nothing."""
+
+    def keep_rollouts(self, step: int, rollouts: "Mapping[int, Trajectory]") -> None:
         """Nothing."""
 
     def load(self) -> dict[str, Any] | None:
@@ -279,7 +291,7 @@ def stage_run(
         folder.exit.unlink(missing_ok=True)
         wanted = runtime.ranks if ranked and launched.size == 1 else 1
         with _recorded_exit(folder.exit, stop, memory_hint), _followers(wanted):
-            check_space(stage, folder, root, params, inputs, runtime.keep_saves)
+            check_space(stage, folder, root, params, inputs, runtime)
             run = StageRun(stage, root, folder, params, runtime, stop, launched_ranks() if ranked else ALONE)
             stack.callback(run.close)
             why = reasons(root, run.home, stage, params, known | code)

@@ -199,6 +199,8 @@ def record(root: Path, stage: str, key: str, number: int, *, code: int | None, a
     for path in (folder.metrics, folder.samples, folder.feeder_log, folder.state(3), folder.commit(3)):
         path.write_text(path.name * 10)
     folder.lock.write_text(str(os.getpid()))
+    folder.rollouts.mkdir()
+    folder.rollout(3).write_text("x" * 70)
     if code is not None:
         write_json(folder.exit, {"code": code})
     for path in folder.path.iterdir():
@@ -240,12 +242,14 @@ def test_runs_are_bounded_and_records_stay(root: Path) -> None:
         "abandoned runs": freed(announced)["abandoned runs"],
         "experiments' copies": "0 0 B",
         "samples and logs of finished runs": f"2 {shown(10 * len('samples.jsonl') + 10 * len('feeder.log'))}",
+        "rollouts of finished runs": "2 140 B",
         "removed before": "0 0 B",
         "DVC's cache": "0 0 B",
         "total": "",
     }
     records = {"run.json", "exit.json", "metrics.jsonl", "feeder.json", "lock"}
-    assert names(newest) == names(unsent) == records | {"samples.jsonl", "feeder.log"} and names(old) == records
+    sent = {"samples.jsonl", "feeder.log"}
+    assert names(newest) == records | sent | {"rollouts"} and names(unsent) == records | sent and names(old) == records
     assert names(abandoned) == set() and names(failed) == kept and "state-00000003.pt" in names(last_of_dpo) & names(held)
     assert [path.exists() for path in caches] == [False, True, False, False]
     assert not list((root / ".runs" / ".gc").iterdir())

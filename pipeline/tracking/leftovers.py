@@ -27,7 +27,7 @@ class Limits:
     """What stays.
 
     Attributes:
-        runs: finished runs of each stage that keep their samples and logs.
+        runs: finished runs of each stage that keep their samples, rollouts and logs.
         age_s: what somebody may come back to stays this long after its last use: unfinished runs, the last save of one whose
             results DVC does not have, experiments' copies, caches, output logs.
         keep_records: whether finished runs beyond `runs` keep metrics.jsonl, run.json and exit.json.
@@ -75,6 +75,8 @@ def leftovers(root: Path, limits: Limits) -> list[Leftover]:
     ]
     if limits.keep_records:
         found.append(_files("samples and logs of finished runs", f"{beyond}; MLflow has them", _bulk(surplus)))
+        paths = [folder.rollouts for folder in surplus if folder.rollouts.is_dir()]
+        found.append(_files("rollouts of finished runs", f"{beyond}; their steps cannot be replayed then", paths))
     else:
         whole = [folder.path for folder in surplus]
         found.append(_folders(runs, "finished runs", beyond, whole, lambda path: _is_finished(RunFolder(path))))

@@ -94,7 +94,7 @@ class Record:
     def metrics(self) -> dict[str, Series]:
         """Every metric by name, in the order in which they first came."""
         found: dict[str, Series] = {}
-        for line in _lines(self.folder.metrics):
+        for line in self.lines():
             for key, value in line["metrics"].items():
                 if value is not None:
                     series = found.setdefault(key, Series())
@@ -106,6 +106,10 @@ class Record:
     def steps(self) -> int:
         """The last step that it measured; 0 before any."""
         return max((series.steps[-1] for series in self.metrics.values()), default=0)
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Every logged step in order: `step`, `time_s` and its `metrics`; what was not finite is None."""
+        return _lines(self.folder.metrics)
 
     def samples(self) -> Iterator[dict[str, Any]]:
         """What it generated, a row each, `step` first; none once `pipeline gc` has removed them."""

@@ -6,6 +6,7 @@ Processes talk through these files alone:
 | --- | --- | --- |
 | run.json | trainer, at each start | who this run is: name, params, tags, attempt |
 | metrics.jsonl, samples.jsonl | trainer, appended | the truth about what happened |
+| rollouts/STEP.npz | trainer, at each step of a stage that samples | every trajectory of the step, by its key |
 | state-STEP.pt, state-STEP.json | trainer, at each save | resumable state; its checksum, and those of the files above |
 | exit.json | trainer, at its end | exit code, reason, time; absent while it runs and after SIGKILL |
 | lock | trainer | held while it lives |
@@ -81,6 +82,13 @@ class RunFolder:
     @property
     def feeder_note(self) -> Path:
         return self.path / "feeder.json"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts"
+
+    def rollout(self, step: int) -> Path:
+        return self.rollouts / f"{step:08d}.npz"
 
     def state(self, step: int) -> Path:
         return self.path / f"state-{step:08d}.pt"
