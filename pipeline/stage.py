@@ -25,7 +25,7 @@ from pipeline.lineage.declaration import is_recorded
 from pipeline.params.schema import Runtime
 from pipeline.supervise import Stopped, StopSignals, exit_on_error, explain, hold, is_held, lasting_stderr
 from pipeline.tracking.console import ProgressBar
-from pipeline.tracking.description import run_name, run_tags
+from pipeline.tracking.description import circumstances, run_name, run_tags
 from pipeline.tracking.home import home
 from pipeline.tracking.recorder import JsonLines, Recorder, now_s
 from pipeline.tracking.run_folder import RunFolder, open_run_folder, read_json, run_key, write_json
@@ -385,6 +385,7 @@ def _describe(run: StageRun, key: str, params: Mapping[str, Any], known: Mapping
         "tracking_uri": uri,
         "params": params,
         "tags": run_tags(run.root, run.stage, key, known),
+        **circumstances(run.root),
     }
     write_json(run.folder.about, about)
     start = f"resumes at step {run.resumed_step}" if about["attempt"] > 1 else "new"

@@ -9,7 +9,7 @@ from typing import Any
 from pipeline.errors import PipelineError
 from pipeline.lineage.declaration import declaration
 from pipeline.params import load_params
-from pipeline.tracking.run_folder import read_json, run_key
+from pipeline.tracking.run_folder import RunFolder, read_json, run_key
 from pipeline.tracking.store import is_server
 from pipeline.yaml_files import read_yaml
 
@@ -45,24 +45,30 @@ def final_metrics(root: Path, stage: str) -> dict[str, float]:
     return flat
 
 
-def tracked_run(root: Path, home: Path, stage: str) -> TrackedRun | None:
-    """The MLflow run that made the outputs which dvc.lock has; None for a stage without one, or where it is not known (yet).
+def recorded_runs(root: Path, home: Path, stage: str) -> list[RunFolder]:
+    """The finished runs of the recipe whose outputs dvc.lock has, newest first; empty for a stage without runs.
 
     Args:
         root: the repository, or an isolated copy.
         home: where its run folders are (`pipeline.tracking.home`).
         stage: the stage.
     """
-    runs = home / ".runs" / stage
-    if not any(runs.glob("*/*/run.json")):
-        return None
-    locked = read_yaml(root / "dvc.lock")["stages"].get(stage)
+    runs, lock_file = home / ".runs" / stage, root / "dvc.lock"
+    if not any(runs.glob("*/*/run.json")) or not lock_file.exists():
+        return []
+    locked = read_yaml(lock_file)["stages"].get(stage)
     if locked is None:
-        return None
+        return []
     recipe = runs / _key(root, stage, locked)
-    for folder in sorted(recipe.glob("*"), key=lambda path: int(path.name) if path.name.isdecimal() else 0, reverse=True):
-        if read_json(folder / "exit.json").get("code") == 0 and (run_id := read_json(folder / "feeder.json").get("run_id")):
-            uri = read_json(folder / "run.json").get("tracking_uri", "")
+    newest_first = sorted(recipe.glob("*"), key=lambda path: int(path.name) if path.name.isdecimal() else 0, reverse=True)
+    return [RunFolder(path) for path in newest_first if read_json(path / "exit.json").get("code") == 0]
+
+
+def tracked_run(root: Path, home: Path, stage: str) -> TrackedRun | None:
+    """The newest MLflow run of `recorded_runs`; None where no feeder has made one (yet)."""
+    for folder in recorded_runs(root, home, stage):
+        if run_id := read_json(folder.feeder_note).get("run_id"):
+            uri = read_json(folder.about).get("tracking_uri", "")
             served = is_server(uri)
             return TrackedRun(f"{uri.rstrip('/') if served else LOCAL_UI}/#/runs/{run_id}", served)
     return None

@@ -117,12 +117,12 @@ def _saves(finished: Iterable[RunFolder]) -> list[Path]:
 
 
 def _bulk(surplus: Iterable[RunFolder]) -> list[Path]:
-    """Samples of runs that an MLflow store has wholly, and feeders' logs."""
+    """Samples and load of runs that an MLflow store has wholly, and feeders' logs."""
     found = []
     for folder in surplus:
         noted, about = read_json(folder.feeder_note), read_json(folder.about)
         if noted.get("complete") == about["attempt"]:
-            found += [path for path in (folder.samples, folder.feeder_log) if path.exists()]
+            found += [path for path in (folder.samples, folder.system, folder.feeder_log) if path.exists()]
     return found
 
 

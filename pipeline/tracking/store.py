@@ -35,6 +35,11 @@ def artifact_root(root: Path) -> str:
     return artifact_folder(root).as_uri()
 
 
+def store_lock(root: Path) -> Path:
+    """Held by who makes what there must be one of in a store: the experiment, a rebuild's run."""
+    return root / ".mlflow.lock"
+
+
 def limit_waiting() -> None:
     """Makes MLflow's client in this process give up on a server that hangs within seconds; the environment may say otherwise."""
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
@@ -52,7 +57,7 @@ def open_store(uri: str, root: Path) -> tuple["MlflowClient", str]:
     """
     if is_server(uri):
         return _open(uri, None)
-    with hold(root / ".mlflow.lock", wait=True):
+    with hold(store_lock(root), wait=True):
         if uri.startswith(SQLITE):  # MLflow would try a file that cannot be opened for 100 seconds
             file = Path(uri.removeprefix(SQLITE))
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,27 @@
+"""What a run's page shows beyond metrics, params and samples. All of it can be done again at any time."""
+
+from pipeline.tracking.datasets import log_datasets
+from pipeline.tracking.fed_run import FedRun
+from pipeline.tracking.rebuild_runs import enter, leave
+
+
+def begin(fed: FedRun) -> None:
+    """For a run that is open: its rebuild, and the data that it reads.
+
+    Raises:
+        TRACKER_FAULTS: not all is done.
+    """
+    enter(fed)
+    log_datasets(fed)
+
+
+def end(fed: FedRun, *, complete: bool) -> None:
+    """For a run that has been closed.
+
+    Args:
+        complete: whether MLflow has all its records.
+
+    Raises:
+        TRACKER_FAULTS: not all is done.
+    """
+    leave(fed)

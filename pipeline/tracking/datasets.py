@@ -1,0 +1,32 @@
+"""The data that a run read, as MLflow's dataset inputs: by path and by the digest that DVC knows it by."""
+
+import json
+
+from mlflow.entities import Dataset, DatasetInput, InputTag
+from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
+
+from pipeline.tracking.fed_run import FedRun
+
+FOLDERS = ("dvc.data/prepared/", "dvc.data/encoded/", "dvc.data/raw/")
+VALIDATING = "eval"
+
+
+def log_datasets(fed: FedRun) -> None:
+    """Adds the data sets among a run's inputs which MLflow does not list yet.
+
+    Raises:
+        TRACKER_FAULTS: as every call here.
+    """
+    known = {(given.dataset.name, given.dataset.digest) for given in (fed.run.inputs.dataset_inputs if fed.run.inputs else [])}
+    context = "validation" if fed.stage == VALIDATING else "training"
+    found = [
+        DatasetInput(_dataset(tag.removeprefix("dvc."), digest), [InputTag(MLFLOW_DATASET_CONTEXT, context)])
+        for tag, digest in fed.about["tags"].items()
+        if tag.startswith(FOLDERS) and (tag.removeprefix("dvc."), digest) not in known
+    ]
+    if found:
+        fed.client.log_inputs(fed.id, found)
+
+
+def _dataset(path: str, digest: str) -> Dataset:
+    return Dataset(path, digest, source_type="local", source=json.dumps({"uri": path}))
