@@ -73,7 +73,9 @@ class Store:
         data = SimpleNamespace(metrics=latest, tags=dict(run.tags))
         inputs = SimpleNamespace(dataset_inputs=list(run.inputs))
         proto = SimpleNamespace(data=SimpleNamespace(metrics=list(latest.values())))
-        return SimpleNamespace(info=SimpleNamespace(run_id=run.id, status=run.status), data=data, inputs=inputs, to_proto=lambda: proto)
+        return SimpleNamespace(
+            info=SimpleNamespace(run_id=run.id, status=run.status), data=data, inputs=inputs, to_proto=lambda: proto
+        )
 
     def _create_run(self, experiment: str, *, start_time: int, tags: dict[str, str], run_name: str) -> Any:
         run = SimpleNamespace(

@@ -47,9 +47,12 @@ def declaration(stage: str, params: Params, item: str | None = None, *, dvc_file
 
 def is_recorded(stage: str, params: Mapping[str, Any], digests: Mapping[str, str], lock_file: Path = Path("dvc.lock")) -> bool:
     """Whether dvc.lock holds results that `stage` made with these params and input digests."""
-    if not lock_file.exists():
-        return False
-    entry = (read_yaml(lock_file) or {}).get("stages", {}).get(stage, {})
+    entry = (read_yaml(lock_file) or {}).get("stages", {}).get(stage, {}) if lock_file.exists() else {}
+    return bool(entry) and is_entry_of(entry, params, digests)
+
+
+def is_entry_of(entry: Mapping[str, Any], params: Mapping[str, Any], digests: Mapping[str, str]) -> bool:
+    """Whether a stage's entry in dvc.lock was written for these params and input digests."""
     known = {dep["path"]: dep["md5"] for dep in entry.get("deps", [])}
     recorded: dict[str, Any] = {}
     for key, value in entry.get("params", {}).get("params.yaml", {}).items():

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import PipelineError
-from pipeline.lineage.declaration import declaration
+from pipeline.lineage.declaration import declaration, is_entry_of
 from pipeline.params import load_params
 from pipeline.tracking.run_folder import RunFolder, read_json, run_key
 from pipeline.tracking.store import is_server
@@ -53,15 +53,36 @@ def recorded_runs(root: Path, home: Path, stage: str) -> list[RunFolder]:
         home: where its run folders are (`pipeline.tracking.home`).
         stage: the stage.
     """
-    runs, lock_file = home / ".runs" / stage, root / "dvc.lock"
-    if not any(runs.glob("*/*/run.json")) or not lock_file.exists():
-        return []
-    locked = read_yaml(lock_file)["stages"].get(stage)
-    if locked is None:
+    runs = home / ".runs" / stage
+    if not any(runs.glob("*/*/run.json")) or not (locked := _locked(root, stage)):
         return []
     recipe = runs / _key(root, stage, locked)
     newest_first = sorted(recipe.glob("*"), key=lambda path: int(path.name) if path.name.isdecimal() else 0, reverse=True)
     return [RunFolder(path) for path in newest_first if read_json(path / "exit.json").get("code") == 0]
+
+
+def recorded_outputs(root: Path, stage: str, recipe: str, params: Mapping[str, Any], inputs: Mapping[str, str]) -> dict[str, str]:
+    """The digests of a stage's outputs by path, if dvc.lock has those that a certain recipe made; else empty.
+
+    Args:
+        root: the repository, or an isolated copy.
+        stage: the stage.
+        recipe: the run key.
+        params: of the run.
+        inputs: digests of what it read, by path.
+    """
+    locked = _locked(root, stage)
+    code = {dep["path"]: dep["md5"] for dep in locked.get("deps", [])}.get(f"data/code/{stage}.json")
+    if not is_entry_of(locked, params, inputs) or run_key(stage, params, inputs, code) != recipe:
+        return {}
+    return {out["path"]: out["md5"] for out in locked.get("outs", [])}
+
+
+def _locked(root: Path, stage: str) -> dict[str, Any]:
+    """A stage's entry in dvc.lock; empty where there is none, and while DVC writes the file."""
+    file = root / "dvc.lock"
+    known = (read_yaml(file) or {}) if file.exists() else {}
+    return dict(known.get("stages", {}).get(stage, {}))
 
 
 def tracked_run(root: Path, home: Path, stage: str) -> TrackedRun | None:

@@ -2,6 +2,7 @@
 
 from pipeline.tracking.datasets import log_datasets
 from pipeline.tracking.fed_run import FedRun
+from pipeline.tracking.models import judge_models, log_model
 from pipeline.tracking.rebuild_runs import enter, leave
 
 
@@ -24,4 +25,8 @@ def end(fed: FedRun, *, complete: bool) -> None:
     Raises:
         TRACKER_FAULTS: not all is done.
     """
+    if complete and fed.finished:
+        log_model(fed)
+        if fed.stage == "eval":
+            judge_models(fed)
     leave(fed)

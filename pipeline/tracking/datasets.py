@@ -5,9 +5,10 @@ import json
 from mlflow.entities import Dataset, DatasetInput, InputTag
 from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
 
+from pipeline.tracking.description import input_digests
 from pipeline.tracking.fed_run import FedRun
 
-FOLDERS = ("dvc.data/prepared/", "dvc.data/encoded/", "dvc.data/raw/")
+FOLDERS = ("data/prepared/", "data/encoded/", "data/raw/")
 VALIDATING = "eval"
 
 
@@ -20,9 +21,9 @@ def log_datasets(fed: FedRun) -> None:
     known = {(given.dataset.name, given.dataset.digest) for given in (fed.run.inputs.dataset_inputs if fed.run.inputs else [])}
     context = "validation" if fed.stage == VALIDATING else "training"
     found = [
-        DatasetInput(_dataset(tag.removeprefix("dvc."), digest), [InputTag(MLFLOW_DATASET_CONTEXT, context)])
-        for tag, digest in fed.about["tags"].items()
-        if tag.startswith(FOLDERS) and (tag.removeprefix("dvc."), digest) not in known
+        DatasetInput(_dataset(path, digest), [InputTag(MLFLOW_DATASET_CONTEXT, context)])
+        for path, digest in input_digests(fed.about["tags"]).items()
+        if path.startswith(FOLDERS) and (path, digest) not in known
     ]
     if found:
         fed.client.log_inputs(fed.id, found)

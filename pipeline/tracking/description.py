@@ -11,6 +11,7 @@ from typing import Any
 from pipeline.tracking.rebuild import EXPERIMENT, Rebuild
 
 LIBRARIES = ("torch", "transformers", "tokenizers")
+_OTHER_DVC = ("dvc.stage", "dvc.experiment")
 # Stages rewrite these tracked files themselves; they say nothing about the code that runs.
 _WRITTEN_BY_STAGES = (":!dvc.lock", ":!metrics", ":!plots")
 
@@ -42,6 +43,11 @@ def run_tags(root: Path, stage: str, key: str, digests: Mapping[str, str]) -> di
         changes = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", *_WRITTEN_BY_STAGES)
         tags |= {"git.commit": commit, "git.dirty": str(bool(changes)).lower()}
     return tags
+
+
+def input_digests(tags: Mapping[str, str]) -> dict[str, str]:
+    """Path -> digest of what a run read: back from `run_tags`."""
+    return {tag.removeprefix("dvc."): value for tag, value in tags.items() if tag.startswith("dvc.") and tag not in _OTHER_DVC}
 
 
 def circumstances(root: Path) -> dict[str, Any]:

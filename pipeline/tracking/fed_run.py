@@ -7,7 +7,7 @@ from typing import Any
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
-from pipeline.tracking.run_folder import RunFolder
+from pipeline.tracking.run_folder import RunFolder, read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +49,8 @@ class FedRun:
     def commit(self) -> str | None:
         """That was checked out."""
         return self.about["tags"].get("git.commit")
+
+    @property
+    def finished(self) -> bool:
+        """Whether it ended well."""
+        return read_json(self.folder.exit).get("code") == 0

@@ -10,6 +10,7 @@ Processes talk through these files alone:
 | exit.json | trainer, at its end | exit code, reason, time; absent while it runs and after SIGKILL |
 | lock | trainer | held while it lives |
 | system.jsonl | feeder, appended | load of the machine: CPU, memory, disk, GPUs |
+| checkpoint.json | feeder | path and digest of what the run made, as DVC recorded it |
 | feeder.json, feeder.lock, feeder.log | feeder, replay | the MLflow run, and whether it has everything |
 """
 
@@ -26,7 +27,9 @@ from typing import Any
 
 from pipeline.errors import PipelineError
 
-_OURS = re.compile(r"(run|exit|feeder)\.json(\.tmp)?|(metrics|samples|system)\.jsonl|state-.*\.tmp|(feeder\.)?lock|feeder\.log")
+_OURS = re.compile(
+    r"(run|exit|feeder|checkpoint)\.json(\.tmp)?|(metrics|samples|system)\.jsonl|state-.*\.tmp|(feeder\.)?lock|feeder\.log"
+)
 _NUMBER = re.compile(r"[1-9][0-9]*")
 _STATE = re.compile(r"state-(\d{8})\.json")
 
@@ -66,6 +69,10 @@ class RunFolder:
     @property
     def system(self) -> Path:
         return self.path / "system.jsonl"
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.path / "checkpoint.json"
 
     @property
     def exit(self) -> Path:
