@@ -1,18 +1,22 @@
 """What a run's page shows beyond metrics, params and samples. All of it can be done again at any time."""
 
 from pipeline.tracking.datasets import log_datasets
+from pipeline.tracking.episodes import log_episodes
 from pipeline.tracking.fed_run import FedRun
 from pipeline.tracking.models import judge_models, log_model
 from pipeline.tracking.rebuild_runs import enter, leave
 
 
-def begin(fed: FedRun) -> None:
-    """For a run that is open: its rebuild, and the data that it reads.
+def begin(fed: FedRun, *, live: bool) -> None:
+    """For a run that is there: its rebuild, and the data that it reads.
+
+    Args:
+        live: whether its trainer lives.
 
     Raises:
         TRACKER_FAULTS: not all is done.
     """
-    enter(fed)
+    enter(fed, live=live)
     log_datasets(fed)
 
 
@@ -25,6 +29,8 @@ def end(fed: FedRun, *, complete: bool) -> None:
     Raises:
         TRACKER_FAULTS: not all is done.
     """
+    if complete and fed.stage == "agent":
+        log_episodes(fed)
     if complete and fed.finished:
         log_model(fed)
         if fed.stage == "eval":

@@ -28,8 +28,11 @@ OPEN, WELL = "RUNNING", "FINISHED"
 MAX_NOTE = 7900  # MLflow keeps 8000 characters of a tag
 
 
-def enter(fed: FedRun) -> None:
-    """Puts a run that begins below its rebuild, which is made when it is new. A run of no rebuild stays as it is.
+def enter(fed: FedRun, *, live: bool) -> None:
+    """Puts a run below its rebuild, which is made when it is new. A run of no rebuild stays as it is.
+
+    Args:
+        live: whether the run's trainer lives: its rebuild is at work then, even if it was closed before.
 
     Raises:
         TRACKER_FAULTS: as every call here.
@@ -41,7 +44,7 @@ def enter(fed: FedRun) -> None:
         _close_abandoned(fed, rebuild)
         parent = _find(fed, rebuild) or _create(fed, rebuild)
         fed.client.set_tag(fed.id, MLFLOW_PARENT_RUN_ID, parent.info.run_id)
-        if parent.info.status != OPEN and rebuild.is_alive:
+        if live and parent.info.status != OPEN:
             fed.client.update_run(parent.info.run_id, status=OPEN)
 
 

@@ -91,6 +91,10 @@ class Record:
                     series.values.append(value)
         return found
 
+    def times(self) -> dict[int, float]:
+        """Step -> Unix time at which its metrics were logged."""
+        return {line["step"]: line["time_s"] for line in _lines(self.folder.metrics)}
+
     def samples(self) -> Iterator[dict[str, Any]]:
         """What it generated, a row each, `step` first; none once `pipeline gc` has removed them."""
         return _lines(self.folder.samples)

@@ -176,7 +176,7 @@ class Sender:
         run_id = run.info.run_id
         self._write_note(run_id, None)
         self._describe(client, run_id)
-        begin(self._fed(client, experiment_id, run))
+        begin(self._fed(client, experiment_id, run), live=not final)
         if not final:
             client.update_run(run_id, status="RUNNING")
         tables = [entry["path"] for entry in json.loads(run.data.tags.get(TABLES_TAG, "[]"))]
