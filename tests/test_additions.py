@@ -45,7 +45,8 @@ artifacts:
 OPEN, SHUT = "<|im_start|>assistant\n<think>\n", "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "2*3"}}\n</tool_call>'
 PROMPT = f"<|im_start|>system\n# Tools<|im_end|>\n<|im_start|>user\n2*3?<|im_end|>\n{OPEN}"
-COMPLETION = f"I ask.\n</think>\n\n{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\n6\n</tool_response><|im_end|>\n{SHUT}It is 6.<|im_end|>"
+RESULT = "<|im_start|>user\n<tool_response>\n6\n</tool_response><|im_end|>\n"
+COMPLETION = f"I ask.\n</think>\n\n{CALL}<|im_end|>\n{RESULT}{SHUT}It is 6.<|im_end|>"
 
 
 @pytest.fixture(scope="module")
@@ -378,7 +379,7 @@ def test_episodes_are_traces_of_the_run(workspace: Path) -> None:
     seen = Seen(workspace)
     traces = seen.traces()
     assert len(traces) == 16 <= MAX_EPISODES  # of 47 steps every third
-    trace = min(traces, key=lambda trace: trace.info.timestamp_ms)
+    trace = min(traces, key=lambda trace: int(trace.info.tags["step"]))
     assert trace.info.tags["mlflow.traceName"] == "agent · step 1" and trace.info.tags["reward"] == "1.5"
     assert trace.info.trace_metadata["mlflow.sourceRun"] == seen.run(folder).info.run_id
     spans = sorted(trace.data.spans, key=lambda span: span.start_time_ns)

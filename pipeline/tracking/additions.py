@@ -1,8 +1,8 @@
 """What a run's page shows beyond metrics, params and samples. All of it can be done again at any time."""
 
 from pipeline.tracking.datasets import log_datasets
-from pipeline.tracking.episodes import log_episodes
-from pipeline.tracking.fed_run import FedRun
+from pipeline.tracking.episodes import AGENT, log_episodes
+from pipeline.tracking.fed_run import EVALUATION, FedRun
 from pipeline.tracking.models import judge_models, log_model
 from pipeline.tracking.rebuild_runs import enter, leave
 
@@ -29,10 +29,10 @@ def end(fed: FedRun, *, complete: bool) -> None:
     Raises:
         TRACKER_FAULTS: not all is done.
     """
-    if complete and fed.stage == "agent":
+    if complete and fed.stage == AGENT:
         log_episodes(fed)
     if complete and fed.finished:
         log_model(fed)
-        if fed.stage == "eval":
+        if fed.stage == EVALUATION:
             judge_models(fed)
     leave(fed)

@@ -6,10 +6,9 @@ from mlflow.entities import Dataset, DatasetInput, InputTag
 from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
 
 from pipeline.tracking.description import input_digests
-from pipeline.tracking.fed_run import FedRun
+from pipeline.tracking.fed_run import EVALUATION, FedRun
 
 FOLDERS = ("data/prepared/", "data/encoded/", "data/raw/")
-VALIDATING = "eval"
 
 
 def log_datasets(fed: FedRun) -> None:
@@ -19,7 +18,7 @@ def log_datasets(fed: FedRun) -> None:
         TRACKER_FAULTS: as every call here.
     """
     known = {(given.dataset.name, given.dataset.digest) for given in (fed.run.inputs.dataset_inputs if fed.run.inputs else [])}
-    context = "validation" if fed.stage == VALIDATING else "training"
+    context = "validation" if fed.stage == EVALUATION else "training"
     found = [
         DatasetInput(_dataset(path, digest), [InputTag(MLFLOW_DATASET_CONTEXT, context)])
         for path, digest in input_digests(fed.about["tags"]).items()

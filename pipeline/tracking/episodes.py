@@ -21,7 +21,7 @@ from pipeline.tracking.fed_run import FedRun
 from pipeline.tracking.records import Record
 
 MAX_EPISODES = 20
-STAGE = "agent"
+AGENT = "agent"
 PREVIEW = 200
 _NS_PER_MS = 10**6
 _BLOCK = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?=<\|im_end\|>|<\|im_start\|>|\Z)", re.DOTALL)
@@ -122,7 +122,7 @@ def _spans(
     root, number = _Ids(trace_id, 1), 1
     scores = {key: value for key, value in row.items() if key not in ("prompt", "completion")}
     yield _span(
-        root, None, f"{STAGE} episode", SpanType.AGENT, time_ns, {"messages": messages}, turns[-1].answer if turns else "", scores
+        root, None, f"{AGENT} episode", SpanType.AGENT, time_ns, {"messages": messages}, turns[-1].answer if turns else "", scores
     )
     said = list(messages)
     for index, turn in enumerate(turns, 1):

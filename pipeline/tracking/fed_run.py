@@ -9,6 +9,8 @@ from mlflow.entities import Run
 
 from pipeline.tracking.run_folder import RunFolder, read_json
 
+EVALUATION = "eval"
+
 
 @dataclass(frozen=True, slots=True)
 class FedRun:

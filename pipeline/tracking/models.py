@@ -147,7 +147,7 @@ def _logged_model(fed: FedRun, made: Mapping[str, str]) -> str:
 
 
 def _tags(fed: FedRun, made: Mapping[str, str]) -> dict[str, str]:
-    tags = {PATH: made["path"], MD5: made["md5"], "dvc.stage": fed.stage, "run.uid": fed.uid}
+    tags = {PATH: made["path"], MD5: made["md5"], "dvc.stage": fed.stage}
     return tags | {key: value for key, value in fed.about["tags"].items() if key in ("git.commit", "dvc.experiment")}
 
 

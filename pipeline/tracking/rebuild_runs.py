@@ -16,14 +16,13 @@ from pipeline.errors import PipelineError
 from pipeline.lineage.headlines import HEADLINES
 from pipeline.lineage.records import recorded_runs
 from pipeline.supervise import hold
-from pipeline.tracking.fed_run import FedRun
+from pipeline.tracking.fed_run import EVALUATION, FedRun
 from pipeline.tracking.rebuild import Rebuild
 from pipeline.tracking.run_folder import read_json
 from pipeline.tracking.store import store_lock
 from pipeline.yaml_files import read_yaml
 
 KEY, HOST, PID, STARTED = "rebuild.key", "rebuild.host", "rebuild.pid", "rebuild.started_s"
-LAST_STAGE = "eval"
 OPEN, WELL = "RUNNING", "FINISHED"
 MAX_NOTE = 7900  # MLflow keeps 8000 characters of a tag
 
@@ -60,7 +59,7 @@ def leave(fed: FedRun) -> None:
         children = _children(fed.client, fed.experiment_id, parent)
         fed.client.set_tag(parent.info.run_id, MLFLOW_RUN_NOTE, describe(fed, rebuild, children))
         at_work = any(child.info.status == OPEN for child in children)
-        if not at_work and (fed.stage == LAST_STAGE or not rebuild.is_alive):
+        if not at_work and (fed.stage == EVALUATION or not rebuild.is_alive):
             _close(fed.client, parent, children)
 
 

@@ -69,7 +69,12 @@ def open_store(uri: str, root: Path) -> tuple["MlflowClient", str]:
 def _open(uri: str, artifacts: str | None) -> tuple["MlflowClient", str]:
     import mlflow
 
+    from pipeline.tracking.views import describe_experiment
+
     mlflow.set_tracking_uri(uri)  # artifact stores of servers read it from here
     client = mlflow.MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name(EXPERIMENT)
-    return client, experiment.experiment_id if experiment else client.create_experiment(EXPERIMENT, artifact_location=artifacts)
+    if experiment is None:
+        experiment = client.get_experiment(client.create_experiment(EXPERIMENT, artifact_location=artifacts))
+    describe_experiment(client, experiment)
+    return client, experiment.experiment_id
