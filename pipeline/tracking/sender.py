@@ -33,14 +33,12 @@ from pipeline.tracking.recorder import now_s
 from pipeline.tracking.run_folder import RunFolder, read_json, write_json
 from pipeline.tracking.saves import committed_sizes
 from pipeline.tracking.store import open_store
+from pipeline.tracking.tables import as_table, cut
 
 TRACKER_FAULTS = (MlflowException, SQLAlchemyError, SqliteError, ParseError, ValueError, OSError)
 """What a store that is stopped, hung, read-only, full or out of its mind makes of a call; a later one may succeed."""
 MAX_METRICS = 1000  # per request
 MAX_PARAMS = 100
-# MLflow finds tables through a tag of at most 8000 characters, about 100 tables. A table is sent once it holds this share
-# of the rows before it: their number grows with the logarithm of the rows, and none is ever rewritten.
-TABLE_GROWTH = 0.25
 TABLES_TAG = "mlflow.loggedArtifacts"
 SAMPLES = "samples"
 
@@ -247,15 +245,16 @@ class Sender:
             self._send_table(arrived, name, part)
             arrived.in_flight.pop(0)
             rows, before = rows[len(part) :], before + len(part)
-        if arrived.in_flight or not rows or (not final and len(rows) < TABLE_GROWTH * before):
+        if arrived.in_flight:
             return
-        self._send_table(arrived, f"{SAMPLES}/{rows[-1]['step']:08d}.json", rows)
-        self._samples_read, self._samples_before = max(end, self._samples_read), before + len(rows)
+        *whole, rest = cut(rows, before)
+        for part in [*whole, *([rest] if final and rest else [])]:
+            self._send_table(arrived, f"{SAMPLES}/{part[-1]['step']:08d}.json", part)
+        if final or not rest:
+            self._samples_read, self._samples_before = max(end, self._samples_read), before + len(rows)
 
     def _send_table(self, arrived: Arrived, name: str, rows: list[dict[str, Any]]) -> None:
-        columns = list(dict.fromkeys(key for row in rows for key in row))
-        table = {"columns": columns, "data": [[row.get(key) for key in columns] for row in rows]}
-        arrived.client.log_dict(arrived.run_id, table, name)
+        arrived.client.log_dict(arrived.run_id, as_table(rows), name)
         tables = [*arrived.tables, name]
         listed = json.dumps([{"path": path, "type": "table"} for path in tables])
         arrived.client.set_tag(arrived.run_id, TABLES_TAG, listed)  # only now the table counts
