@@ -88,7 +88,7 @@ def train(root: Path, stage: str = "agent", *, lr: float = 1e-4, fails: bool = F
             run.log(step, {"tool/success": step / 100, "time/step_s": 1.0} if stage == "agent" else {"agent/tool_success": lr})
             if stage == "agent":
                 row = {"prompt": PROMPT, "completion": COMPLETION, "reward": 1.5, "stop": "eos"}
-                run.log_samples(step, [row, {**row, "prompt": "second of its step"}])
+                run.log_samples(step, [{**row, "completion": "no tool"}, row, {**row, "reward": 0.0}])
         if fails:
             raise RuntimeError("told to fail")
     if stage == "agent":

@@ -48,10 +48,11 @@ def log_episodes(fed: FedRun) -> None:
         TRACKER_FAULTS: not all are sent.
     """
     record = Record(fed.folder)
-    first: dict[int, dict[str, Any]] = {}
+    busiest: dict[int, dict[str, Any]] = {}  # of every step the episode with the most tool results
     for row in record.samples():
-        first.setdefault(row["step"], row)
-    chosen = list(first.values())[:: -(-len(first) // MAX_EPISODES) or 1]
+        if row["step"] not in busiest or _results(row) > _results(busiest[row["step"]]):
+            busiest[row["step"]] = row
+    chosen = list(busiest.values())[:: -(-len(busiest) // MAX_EPISODES) or 1]
     if not chosen:
         return
     client = TracingClient(fed.client.tracking_uri)
@@ -63,6 +64,10 @@ def log_episodes(fed: FedRun) -> None:
         if info.trace_id not in there:
             client.log_spans(fed.experiment_id, spans)
             client.start_trace(info)  # last: what a search finds is whole
+
+
+def _results(row: Mapping[str, Any]) -> int:
+    return str(row["completion"]).count("<tool_response>")
 
 
 def read_episode(prompt: str, completion: str) -> tuple[list[Message], list[Turn]]:

@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 
 from mlflow import MlflowClient
-from mlflow.entities import Run
-from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NOTE
+from mlflow.entities import Run, RunTag
+from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NOTE, MLFLOW_RUN_TYPE
 
 from pipeline.errors import PipelineError
 from pipeline.lineage.headlines import HEADLINES
@@ -23,6 +23,7 @@ from pipeline.tracking.store import store_lock
 from pipeline.yaml_files import read_yaml
 
 KEY, HOST, PID, STARTED = "rebuild.key", "rebuild.host", "rebuild.pid", "rebuild.started_s"
+UNFOLDED = "evaluation"  # the type of run that the table shows, and charts, without a click on its parent
 OPEN, WELL = "RUNNING", "FINISHED"
 MAX_NOTE = 7900  # MLflow keeps 8000 characters of a tag
 
@@ -42,7 +43,8 @@ def enter(fed: FedRun, *, live: bool) -> None:
     with hold(store_lock(fed.folder.root), wait=True):
         _close_abandoned(fed, rebuild)
         parent = _find(fed, rebuild) or _create(fed, rebuild)
-        fed.client.set_tag(fed.id, MLFLOW_PARENT_RUN_ID, parent.info.run_id)
+        tags = {MLFLOW_PARENT_RUN_ID: parent.info.run_id, MLFLOW_RUN_TYPE: UNFOLDED}
+        fed.client.log_batch(fed.id, tags=[RunTag(key, value) for key, value in tags.items()])
         if live and parent.info.status != OPEN:
             fed.client.update_run(parent.info.run_id, status=OPEN)
 

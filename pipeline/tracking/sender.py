@@ -21,13 +21,12 @@ from google.protobuf.json_format import ParseError
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
-from mlflow.utils.mlflow_tags import MLFLOW_RUN_TYPE
 from sqlalchemy.exc import SQLAlchemyError
 
 from pipeline.errors import PipelineError
 from pipeline.tracking.additions import begin, end
 from pipeline.tracking.description import flatten
-from pipeline.tracking.fed_run import EVALUATION, FedRun
+from pipeline.tracking.fed_run import FedRun
 from pipeline.tracking.rebuild_runs import leave
 from pipeline.tracking.recorder import now_s
 from pipeline.tracking.run_folder import RunFolder, read_json, write_json
@@ -196,8 +195,6 @@ class Sender:
     def _create(self, client: MlflowClient, experiment_id: str) -> Run:
         about = self._about
         tags = {"run.uid": about["uid"], "mlflow.source.name": f"stages/{about['stage']}.py"}
-        if about["stage"] == EVALUATION:
-            tags[MLFLOW_RUN_TYPE] = "evaluation"  # which MLflow's table of runs shows unfolded below its rebuild
         return client.create_run(experiment_id, start_time=_ms(about["started_s"]), tags=tags, run_name=about["name"])
 
     def _describe(self, client: MlflowClient, run_id: str) -> None:

@@ -15,6 +15,8 @@ LINEAGE, REINFORCEMENT, SUPERVISED = "lineage", "reinforcement", "supervised"
 _VIEW = "mlflow.sharedViewState."
 _CREATED_MS = 1767225600000  # a view has a date: the same for all, so that writing it again changes nothing
 
+_NAME = "attributes.`Run Name`"
+_LINKS = ("attributes.`Models`", "attributes.`Dataset`", "tags.`dvc.experiment`")
 _REINFORCEMENT_CHARTS = {
     "reward": ("reward/mean", "reward/std"),
     "policy": ("policy/ref_kl", "policy/entropy", "policy/clip_frac"),
@@ -45,9 +47,8 @@ def page(experiment_id: str, view: str = LINEAGE) -> str:
 
 def _tags() -> dict[str, str]:
     headlines = list(dict.fromkeys(next(iter(metrics)) for metrics in HEADLINES.values()))
-    columns = ["attributes.`Dataset`", "attributes.`Models`", *(f"metrics.`{key}`" for key in headlines), "tags.`dvc.experiment`"]
     views = {
-        LINEAGE: ("Lineage", {"selectedColumns": columns, "columnWidths": {"attributes.`Run Name`": 260}}),
+        LINEAGE: ("Lineage", _columns([*(f"metrics.`{key}`" for key in headlines), *_LINKS])),
         REINFORCEMENT: ("Reinforcement", _charts("reward/mean", _REINFORCEMENT_CHARTS)),
         SUPERVISED: ("Supervised", _charts("val/loss", _SUPERVISED_CHARTS)),
     }
@@ -63,7 +64,7 @@ def _charts(metric: str, charts: dict[str, tuple[str, ...]]) -> dict[str, Any]:
     keys = [key for section in charts.values() for key in section]
     return {
         "searchFilter": f"metrics.`{metric}` > -1e9",
-        "selectedColumns": [*(f"metrics.`{key}`" for key in keys), "attributes.`Models`", "tags.`dvc.experiment`"],
+        **_columns([*(f"metrics.`{key}`" for key in keys), *_LINKS]),
         "compareRunCharts": [_chart(section, key) for section, keys in charts.items() for key in keys],
         "compareRunSections": [
             {"uuid": section, "name": section, "display": True, "isReordered": True, "deleted": False, "isGenerated": True}
@@ -71,6 +72,12 @@ def _charts(metric: str, charts: dict[str, tuple[str, ...]]) -> dict[str, Any]:
         ],
         "isAccordionReordered": True,
     }
+
+
+def _columns(chosen: list[str]) -> dict[str, Any]:
+    """Columns beside those that are always there: name, which needs room, start and duration."""
+    order = [_NAME, "runDateAndNestInfo", "duration", *chosen]
+    return {"selectedColumns": chosen, "columnOrder": order, "columnWidths": {_NAME: 260}}
 
 
 def _chart(section: str, key: str) -> dict[str, Any]:
