@@ -13,40 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fed_runs import CALL, COMPLETION, PROMPT, Seen, feed, make_workspace, train
 
 from pipeline.digests import digest
-from pipeline.params import load_params
-from pipeline.stage import stage_run
 from pipeline.supervise.ancestry import VARIABLE, Ancestor
 from pipeline.tracking.episodes import MAX_EPISODES, read_episode
 from pipeline.tracking.rebuild import FLOW_RUN, Rebuild
-from pipeline.tracking.replay import send_missing
-from pipeline.tracking.run_folder import RunFolder, read_json
 
 ROOT = Path(__file__).parents[1]
-DVC = """
-stages:
-  code: {cmd: "true"}
-  data:
-    foreach: [agent, dpo]
-    do: {cmd: "true"}
-  agent:
-    cmd: exec python
-    deps: [data/code/agent.json, data/prepared/agent]
-    params: [agent]
-    outs: [checkpoints/agent.pth]
-  eval:
-    cmd: exec python
-    deps: [data/prepared/agent, checkpoints/agent.pth]
-    params: [eval]
-artifacts:
-  minimind-agent: {path: checkpoints/agent.pth, type: model}
-"""
-OPEN, SHUT = "<|im_start|>assistant\n<think>\n", "<|im_start|>assistant\n<think>\n\n</think>\n\n"
-CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "2*3"}}\n</tool_call>'
-PROMPT = f"<|im_start|>system\n# Tools<|im_end|>\n<|im_start|>user\n2*3?<|im_end|>\n{OPEN}"
-RESULT = "<|im_start|>user\n<tool_response>\n6\n</tool_response><|im_end|>\n"
-COMPLETION = f"I ask.\n</think>\n\n{CALL}<|im_end|>\n{RESULT}{SHUT}It is 6.<|im_end|>"
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +33,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
 def workspace(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
     monkeypatch.setattr("pipeline.tracking.store.EXPERIMENT", tmp_path.name)
-    (tmp_path / "dvc.yaml").write_text(DVC)
-    (tmp_path / "params.yaml").write_text((ROOT / "params.yaml").read_text(encoding="utf-8"), encoding="utf-8")
-    for path, text in {"data/prepared/agent": "rows", "data/code/agent.json": "{}", "checkpoints/agent.pth": "weights"}.items():
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text)
+    make_workspace(tmp_path)
     return tmp_path
 
 
@@ -76,75 +46,6 @@ def rebuild(monkeypatch: pytest.MonkeyPatch) -> Iterator["subprocess.Popen[bytes
         monkeypatch.setattr(Rebuild, "current", classmethod(lambda cls: current))
         yield process
         process.kill()
-
-
-def train(root: Path, stage: str = "agent", *, lr: float = 1e-4, fails: bool = False, recorded: bool = True) -> RunFolder:
-    """A run of a stage as its script and DVC would leave it; nothing is sent."""
-    runtime = load_params(ROOT / "params.yaml").runtime.model_copy(update={"mlflow": False, "progress": "off"})
-    params = {stage: {"lr": lr, "seed": 7, "loss": "cispo"}} if stage == "agent" else {stage: {"rows": 8}}
-    inputs = ["data/prepared/agent", *([] if stage == "agent" else ["checkpoints/agent.pth"])]
-    with suppress(SystemExit), stage_run(stage, params=params, inputs=inputs, runtime=runtime, root=root) as run:
-        for step in range(1, 48) if stage == "agent" else [0]:
-            run.log(step, {"tool/success": step / 100, "time/step_s": 1.0} if stage == "agent" else {"agent/tool_success": lr})
-            if stage == "agent":
-                row = {"prompt": PROMPT, "completion": COMPLETION, "reward": 1.5, "stop": "eos"}
-                run.log_samples(step, [{**row, "completion": "no tool"}, row, {**row, "reward": 0.0}])
-        if fails:
-            raise RuntimeError("told to fail")
-    if stage == "agent":
-        (root / "checkpoints/agent.pth").write_text(f"weights of {lr}")
-    if recorded:
-        _record(root, stage, params, inputs)
-    folder: RunFolder = run.folder
-    return folder
-
-
-def _record(root: Path, stage: str, params: dict[str, Any], inputs: list[str]) -> None:
-    """What DVC writes after a stage has ended well."""
-    lock = root / "dvc.lock"
-    known = json.loads(lock.read_text()) if lock.exists() else {"schema": "2.0", "stages": {}}
-    deps = [{"path": path, "md5": digest(root / path)} for path in [*inputs, f"data/code/{stage}.json"] if (root / path).exists()]
-    outs = [{"path": "checkpoints/agent.pth", "md5": digest(root / "checkpoints/agent.pth")}] if stage == "agent" else []
-    known["stages"][stage] = {"deps": deps, "params": {"params.yaml": params}, "outs": outs}
-    lock.write_text(json.dumps(known))
-
-
-def feed(*folders: RunFolder) -> None:
-    list(send_missing(folders, None))
-
-
-class Seen:
-    """What the store holds of one test's experiment."""
-
-    def __init__(self, root: Path) -> None:
-        from mlflow import MlflowClient
-
-        self.client = MlflowClient()
-        experiment = self.client.get_experiment_by_name(root.name)
-        assert experiment is not None
-        self.id = experiment.experiment_id
-
-    def run(self, folder: RunFolder) -> Any:
-        (found,) = self.client.search_runs([self.id], f"tags.`run.uid` = '{read_json(folder.about)['uid']}'")
-        return found
-
-    def rebuilds(self) -> list[Any]:
-        return [
-            run
-            for run in self.client.search_runs([self.id], order_by=["attributes.start_time ASC"])
-            if "rebuild.key" in run.data.tags
-        ]
-
-    def models(self) -> list[Any]:
-        return list(self.client.search_logged_models([self.id]))
-
-    def versions(self) -> list[Any]:
-        """Of this test: the registry is one for all."""
-        runs = {run.info.run_id for run in self.client.search_runs([self.id])}
-        return [version for version in self.client.search_model_versions("name = 'minimind-agent'") if version.run_id in runs]
-
-    def traces(self) -> list[Any]:
-        return list(self.client.search_traces(locations=[self.id], include_spans=True))
 
 
 @pytest.fixture(autouse=True)
@@ -198,7 +99,7 @@ def test_the_outermost_dvc_or_the_flow_names_it(tmp_path: Path, monkeypatch: pyt
 def test_a_rebuild_is_a_run_above_its_stages_and_ends_with_eval(workspace: Path, rebuild: "subprocess.Popen[bytes]") -> None:
     agent = train(workspace)
     feed(agent)
-    seen = Seen(workspace)
+    seen = Seen(workspace.name)
     (parent,) = seen.rebuilds()
     assert parent.info.run_name.startswith("rebuild · 20") and parent.info.status == "RUNNING"
     assert seen.run(agent).data.tags["mlflow.parentRunId"] == parent.info.run_id
@@ -226,7 +127,7 @@ def test_stages_that_are_passed_over_link_to_the_run_that_made_them(
     (workspace / ".runs/data@dpo").mkdir()
     (workspace / ".runs/data@dpo/exit.json").write_text(json.dumps({"code": 0, "time_s": time.time() + 5}))
     feed(train(workspace, "eval"))
-    seen = Seen(workspace)
+    seen = Seen(workspace.name)
     _, parent = seen.rebuilds()
     table = parent.data.tags["mlflow.note.content"].splitlines()
     assert table[2] == "| data | ran |  | |  |"
@@ -243,7 +144,7 @@ def test_a_rebuild_whose_process_is_gone_is_closed_by_the_next(
     workspace: Path, rebuild: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch, fails: bool, status: str
 ) -> None:
     feed(train(workspace, fails=fails))
-    seen = Seen(workspace)
+    seen = Seen(workspace.name)
     assert [run.info.status for run in seen.rebuilds()] == ["RUNNING"]
     rebuild.kill()
     rebuild.wait()
@@ -262,7 +163,7 @@ def test_the_feeder_closes_a_rebuild_that_ends_with_its_stage(workspace: Path, r
     rebuild.kill()
     rebuild.wait()
     await_rebuild(folder)
-    assert [run.info.status for run in Seen(workspace).rebuilds()] == ["FINISHED"]
+    assert [run.info.status for run in Seen(workspace.name).rebuilds()] == ["FINISHED"]
 
 
 # Data, params, models
@@ -274,26 +175,29 @@ def test_data_sets_and_the_params_file_are_with_the_run(workspace: Path) -> None
     folder = train(workspace)
     feed(folder)
     feed(folder)
-    run = Seen(workspace).run(folder)
+    run = Seen(workspace.name).run(folder)
     (given,) = run.inputs.dataset_inputs
     assert (given.dataset.name, given.dataset.digest) == ("data/prepared/agent", digest(workspace / "data/prepared/agent"))
     assert {tag.key: tag.value for tag in given.tags} == {"mlflow.data.context": "training"}
     text = mlflow.artifacts.load_text(f"{run.info.artifact_uri}/params.yaml")
     assert text == (workspace / "params.yaml").read_text()
     assert run.data.tags["params.sha256"] == hashlib.sha256(text.encode()).hexdigest()
-    assert Seen(workspace).rebuilds() == [] and "mlflow.parentRunId" not in run.data.tags
+    assert Seen(workspace.name).rebuilds() == [] and "mlflow.parentRunId" not in run.data.tags
 
 
 def test_a_checkpoint_is_a_model_with_the_last_metrics_and_a_version(workspace: Path) -> None:
     folder = train(workspace)
     feed(folder)
-    seen = Seen(workspace)
+    seen = Seen(workspace.name)
     (model,), (version,) = seen.models(), seen.versions()
     md5 = digest(workspace / "checkpoints/agent.pth")
     assert model.name == "minimind-agent" and model.status.name == "READY" and model.source_run_id == seen.run(folder).info.run_id
     assert model.tags["checkpoint.md5"] == md5 and model.tags["checkpoint.path"] == "checkpoints/agent.pth"
     assert model.params == {"lr": "0.0001", "loss": "cispo", "seed": "7"}
-    assert [(metric.key, metric.step, metric.value) for metric in model.metrics] == [("tool/success", 47, 0.47)]
+    assert sorted((metric.key, metric.step, metric.value) for metric in model.metrics) == [
+        ("reward/mean", 47, pytest.approx(0.9403)),
+        ("tool/success", 47, 0.47),
+    ]
     history = seen.client.get_metric_history(version.run_id, "tool/success")
     assert len(history) == 47  # the run's own points stay as they are
     assert version.tags["checkpoint.md5"] == md5 and version.source == f"models:/{model.model_id}"
@@ -303,20 +207,20 @@ def test_a_checkpoint_is_a_model_with_the_last_metrics_and_a_version(workspace: 
 def test_what_dvc_has_not_recorded_is_no_model_yet(workspace: Path) -> None:
     folder = train(workspace, recorded=False)
     feed(folder)
-    assert not Seen(workspace).models()
+    assert not Seen(workspace.name).models()
     train(workspace, lr=3e-4)  # now dvc.lock has the outputs of another recipe
     feed(folder)
-    assert not Seen(workspace).models()
+    assert not Seen(workspace.name).models()
 
 
 def test_a_failed_run_makes_no_model(workspace: Path) -> None:
     feed(train(workspace, fails=True))
-    assert not Seen(workspace).models()
+    assert not Seen(workspace.name).models()
 
 
 def test_equal_bytes_share_a_version(workspace: Path) -> None:
     feed(train(workspace), train(workspace))
-    seen = Seen(workspace)
+    seen = Seen(workspace.name)
     assert len(seen.models()) == 2 and len(seen.versions()) == 1
 
 
@@ -332,7 +236,7 @@ def test_the_best_of_one_panel_has_the_alias(workspace: Path) -> None:
         time.sleep(0.01)
         evaluations.append(train(workspace, "eval", lr=success))
         feed(evaluations[-1])
-    seen = Seen(workspace)
+    seen = Seen(workspace.name)
     assert _best(seen) == digests[1]
     assert sorted(version.tags["eval.tool_success"] for version in seen.versions()) == ["0.5", "0.7", "0.9"]
     (workspace / "data/prepared/agent").write_text("other rows")  # other numbers: the old ones do not compare
@@ -348,7 +252,7 @@ def test_the_order_of_a_replay_decides_nothing(workspace: Path) -> None:
     agent = train(workspace)
     ended = train(workspace, "eval", lr=0.25)
     feed(ended, agent)
-    seen = Seen(workspace)
+    seen = Seen(workspace.name)
     assert _best(seen) == digest(workspace / "checkpoints/agent.pth") and seen.versions()[0].tags["eval.tool_success"] == "0.25"
 
 
@@ -376,7 +280,7 @@ def test_episodes_are_traces_of_the_run(workspace: Path) -> None:
     folder = train(workspace)
     feed(folder)
     feed(folder)
-    seen = Seen(workspace)
+    seen = Seen(workspace.name)
     traces = seen.traces()
     assert len(traces) == 16 <= MAX_EPISODES  # of 47 steps every third
     trace = min(traces, key=lambda trace: int(trace.info.tags["step"]))
@@ -451,7 +355,7 @@ def test_wherever_the_feeder_is_interrupted_a_replay_leaves_all_once(
                 feed(folder)
         names += calls[at - 1 : at]
         feed(folder)
-        seen = seen or Seen(workspace)
+        seen = seen or Seen(workspace.name)
         run = seen.run(folder)
         assert run.info.status == "FINISHED" and len(run.inputs.dataset_inputs) == 1 and len(run.outputs.model_outputs) == 1
         if len(calls) < at:  # nothing was interrupted any more
@@ -480,7 +384,7 @@ def test_the_load_of_the_machine_goes_through_the_run_folder(workspace: Path, mo
     load.sample()
     feed(folder)
     feed(folder)
-    seen = Seen(workspace)
+    seen = Seen(workspace.name)
     run = seen.run(folder)
     (point,) = seen.client.get_metric_history(run.info.run_id, "system/cpu_utilization_percentage")
     assert point.step == 20 and 0 <= point.value <= 100

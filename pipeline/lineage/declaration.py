@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,17 @@ class Declaration:
     params: dict[str, Any]
 
 
+def read_again(path: Path) -> Any:
+    """As `read_yaml`, from memory while the file has not changed: DVC's files take a while. The content is not to be altered."""
+    status = path.stat()
+    return _read_once(path.resolve(), status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=8)
+def _read_once(path: Path, changed_ns: int, size: int) -> Any:
+    return read_yaml(path)
+
+
 def declaration(stage: str, params: Params, item: str | None = None, *, dvc_file: Path = Path("dvc.yaml")) -> Declaration:
     """Declared deps and params of `stage`, or of one `item` of a foreach stage.
 
@@ -32,7 +44,7 @@ def declaration(stage: str, params: Params, item: str | None = None, *, dvc_file
         KeyError: dvc.yaml has no such stage, or it names a key that params.yaml lacks.
     """
     tree = params.model_dump(mode="json")
-    body = read_yaml(dvc_file)["stages"][stage]
+    body = read_again(dvc_file)["stages"][stage]
     names: dict[str, Any] = dict(tree)
     if "do" in body:
         body = body["do"]

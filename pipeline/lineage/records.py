@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import PipelineError
-from pipeline.lineage.declaration import declaration, is_entry_of
+from pipeline.lineage.declaration import declaration, is_entry_of, read_again
 from pipeline.params import load_params
 from pipeline.tracking.run_folder import RunFolder, read_json, run_key
 from pipeline.tracking.store import is_server
-from pipeline.yaml_files import read_yaml
 
 LOCAL_UI = "http://127.0.0.1:5000"
 """Where `make ui` shows a store that no server owns."""
@@ -81,7 +80,7 @@ def recorded_outputs(root: Path, stage: str, recipe: str, params: Mapping[str, A
 def _locked(root: Path, stage: str) -> dict[str, Any]:
     """A stage's entry in dvc.lock; empty where there is none, and while DVC writes the file."""
     file = root / "dvc.lock"
-    known = (read_yaml(file) or {}) if file.exists() else {}
+    known = (read_again(file) or {}) if file.exists() else {}
     return dict(known.get("stages", {}).get(stage, {}))
 
 

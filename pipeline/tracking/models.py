@@ -18,13 +18,13 @@ from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
 
 from pipeline.errors import PipelineError
+from pipeline.lineage.declaration import read_again
 from pipeline.lineage.headlines import EVAL_HEADLINES, JUDGED_BY
 from pipeline.lineage.records import recorded_outputs
 from pipeline.tracking.description import flatten, input_digests
 from pipeline.tracking.fed_run import FedRun
 from pipeline.tracking.rebuild import Rebuild
 from pipeline.tracking.run_folder import read_json, write_json
-from pipeline.yaml_files import read_yaml
 
 MD5, PATH = "checkpoint.md5", "checkpoint.path"
 PANEL, AT = "eval.panel", "eval.started_ms"
@@ -107,7 +107,7 @@ def _recorded(fed: FedRun) -> dict[str, str] | None:
 def _artifacts(fed: FedRun) -> dict[str, str]:
     """Path -> name of the models in dvc.yaml; empty when an isolated copy is gone."""
     file = fed.workspace / "dvc.yaml"
-    found = read_yaml(file).get("artifacts", {}) if file.exists() else {}
+    found = read_again(file).get("artifacts", {}) if file.exists() else {}
     return {body["path"]: name for name, body in found.items()}
 
 

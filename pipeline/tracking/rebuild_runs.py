@@ -13,6 +13,7 @@ from mlflow.entities import Run, RunTag
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NOTE, MLFLOW_RUN_TYPE
 
 from pipeline.errors import PipelineError
+from pipeline.lineage.declaration import read_again
 from pipeline.lineage.headlines import HEADLINES
 from pipeline.lineage.records import recorded_runs
 from pipeline.supervise import hold
@@ -20,7 +21,6 @@ from pipeline.tracking.fed_run import EVALUATION, FedRun
 from pipeline.tracking.rebuild import Rebuild
 from pipeline.tracking.run_folder import read_json
 from pipeline.tracking.store import store_lock
-from pipeline.yaml_files import read_yaml
 
 KEY, HOST, PID, STARTED = "rebuild.key", "rebuild.host", "rebuild.pid", "rebuild.started_s"
 UNFOLDED = "evaluation"  # the type of run that the table shows, and charts, without a click on its parent
@@ -131,7 +131,7 @@ def _row(fed: FedRun, stage: str, run: Run | None) -> str:
 def _stages(fed: FedRun) -> list[str]:
     """In the order of dvc.yaml; `data` and `encode` stand for all their sets. Empty when an isolated copy is gone."""
     file = fed.workspace / "dvc.yaml"
-    return list(read_yaml(file)["stages"]) if file.exists() else []
+    return list(read_again(file)["stages"]) if file.exists() else []
 
 
 def _maker(fed: FedRun, stage: str) -> Run | None:
