@@ -3,38 +3,15 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 import httpx
 from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact
 
 from flows.rebuild import Ran
+from pipeline.lineage.headlines import EVAL_HEADLINES, HEADLINES
 from pipeline.lineage.plan import Planned
 from pipeline.lineage.records import LOCAL_UI, TrackedRun, final_metrics, tracked_run
-
-Goal = Literal["max", "min"]
-
-HEADLINES: dict[str, dict[str, Goal]] = {
-    "tokenizer": {"tokenizer/bytes_per_token": "max"},
-    "pretrain": {"val/loss": "min", "val/loss_start": "min"},
-    "full_sft": {"val/loss": "min", "val/loss_start": "min"},
-    "lora": {"val/loss": "min", "val/loss_start": "min"},
-    "dpo": {"val/accuracy": "max", "val/loss": "min"},
-    "reward": {"val/accuracy": "max", "val/loss": "min"},
-    "ppo": {"reward/mean": "max", "policy/ref_kl": "min"},
-    "grpo": {"reward/mean": "max", "policy/ref_kl": "min"},
-    "agent": {"tool/success": "max", "reward/mean": "max"},
-}
-"""What to look at first in `metrics/<stage>.json`, and which way is better; a sweep goes by the first."""
-EVAL_HEADLINES: dict[str, Goal] = {
-    "reward_mean": "max",
-    "tool_success": "max",
-    "qa_exact": "max",
-    "preference_accuracy": "max",
-    "bits_per_byte": "min",
-}
-"""The same for every model in `metrics/eval.json`."""
 
 
 def publish(

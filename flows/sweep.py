@@ -20,9 +20,10 @@ from flows.automations import FLOW, Restarts
 from flows.experiments import Finished, run_experiment
 from flows.minimind import terminated_with_worker
 from flows.rebuild import TimeLimit, Workspace
-from flows.report import EVAL_HEADLINES, HEADLINES, Goal, artifact_key, cell, leave, link, number, ui_hint
+from flows.report import artifact_key, cell, leave, link, number, ui_hint
 from pipeline.errors import ParamsError
 from pipeline.lineage.experiment import Experiment, describe
+from pipeline.lineage.headlines import EVAL_HEADLINES, HEADLINES, Goal
 from pipeline.lineage.plan import read_plan
 
 ROOT = Path(__file__).resolve().parents[1]

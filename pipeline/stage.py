@@ -28,7 +28,7 @@ from pipeline.lineage.declaration import is_recorded, undisturbed
 from pipeline.params.schema import Runtime
 from pipeline.supervise import Stopped, StopSignals, exit_on_error, explain, hold, is_held, lasting_stderr
 from pipeline.tracking.console import ProgressBar
-from pipeline.tracking.description import run_name, run_tags
+from pipeline.tracking.description import circumstances, run_name, run_tags
 from pipeline.tracking.home import home
 from pipeline.tracking.recorder import JsonLines, Recorder, now_s
 from pipeline.tracking.records import Record
@@ -432,7 +432,12 @@ def _describe(
         "root": str(run.home),
         "tracking_uri": uri,
         "params": params,
-        "tags": run_tags(run.root, run.stage, key, known) | {"run.why": "\n".join(why)},
+        "tags": run_tags(run.root, run.stage, key, known)
+        | {
+            "run.why": "\
+".join(why)
+        },
+        **circumstances(run.root),
     }
     write_json(run.folder.about, about)
     start = f"resumes at step {run.resumed_step}" if about["attempt"] > 1 else "new"

@@ -296,7 +296,7 @@ def test_held_out_rewards_count_for_the_run_that_made_them(repository: Path, mon
     (repository / "metrics").mkdir()
     write_json(repository / "metrics/eval.json", {"grpo": {"reward_mean": 1.0}})
     (repository / "dvc.lock").write_text(LOCK, encoding="utf-8")
-    monkeypatch.setattr(doctor, "recorded_runs", lambda root, home, stage: iter([run.path]))
+    monkeypatch.setattr(doctor, "recorded_runs", lambda root, home, stage: [run])
     assert doctor.evaluation_of(run, repository, repository) == {"grpo": {"reward_mean": 1.0}}
     assert doctor.evaluation_of(other, repository, repository) == {}
     (repository / "dvc.lock").write_text(LOCK.replace("md5: abc", "md5: old", 1), encoding="utf-8")

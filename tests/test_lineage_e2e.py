@@ -306,7 +306,7 @@ def finished_runs(project: Project) -> dict[Path, Any]:
     folders = {folder for stage in TRACKED for folder in run_folders(project, stage)}
     deadline = time.monotonic() + PATIENCE_S
     while True:
-        runs = client.search_runs([experiment.experiment_id])
+        runs = [run for run in client.search_runs([experiment.experiment_id]) if "rebuild.key" not in run.data.tags]
         finished = {Path(run.data.tags["run.folder"]): run for run in runs if run.info.status == "FINISHED"}
         if set(finished) == folders:
             assert len(runs) == len(folders)

@@ -25,6 +25,7 @@ from pipeline.tracking.saves import committed_sizes
 from pipeline.tracking.sender import TABLES_TAG, Sender
 
 URI = "fake:"
+DATA = {"dvc.data/prepared/rlaif": "0123456789abcdef0123456789abcdef.dir", "dvc.data/tokenizer": "no data set"}
 
 
 class Death(BaseException):
@@ -70,12 +71,15 @@ class Store:
         for metric in run.metrics:
             latest[metric.key] = max(metric, latest.get(metric.key, metric), key=lambda metric: (metric.step, metric.timestamp))
         data = SimpleNamespace(metrics=latest, tags=dict(run.tags))
+        inputs = SimpleNamespace(dataset_inputs=list(run.inputs))
         proto = SimpleNamespace(data=SimpleNamespace(metrics=list(latest.values())))
-        return SimpleNamespace(info=SimpleNamespace(run_id=run.id, status=run.status), data=data, to_proto=lambda: proto)
+        return SimpleNamespace(
+            info=SimpleNamespace(run_id=run.id, status=run.status), data=data, inputs=inputs, to_proto=lambda: proto
+        )
 
     def _create_run(self, experiment: str, *, start_time: int, tags: dict[str, str], run_name: str) -> Any:
         run = SimpleNamespace(
-            id=f"run{len(self.runs)}", tags=dict(tags), metrics=[], artifacts={}, status="RUNNING", deleted=False
+            id=f"run{len(self.runs)}", tags=dict(tags), metrics=[], inputs=[], artifacts={}, status="RUNNING", deleted=False
         )
         self.runs[run.id] = run
         return self._view(run)
@@ -86,6 +90,9 @@ class Store:
     def _log_batch(self, run_id: str, metrics: Any = (), tags: Any = (), params: Any = ()) -> None:
         self.runs[run_id].metrics += metrics
         self.runs[run_id].tags |= {tag.key: tag.value for tag in tags}
+
+    def _log_inputs(self, run_id: str, datasets: list[Any]) -> None:
+        self.runs[run_id].inputs += datasets
 
     def _log_dict(self, run_id: str, value: Any, name: str) -> None:
         self.runs[run_id].artifacts[name] = value
@@ -119,7 +126,7 @@ class Trainer:
         self.attempt += 1
         self.folder.exit.unlink(missing_ok=True)
         about = {"stage": "grpo", "name": "grpo", "uid": "u", "attempt": self.attempt, "started_s": 1.0}
-        write_json(self.folder.about, {**about, "tracking_uri": URI, "params": {"grpo": {"lr": 1.0}}, "tags": {}})
+        write_json(self.folder.about, {**about, "tracking_uri": URI, "params": {"grpo": {"lr": 1.0}}, "tags": DATA})
         sizes = committed_sizes(self.folder)
         for path, size in ((self.folder.metrics, sizes["metrics_bytes"]), (self.folder.samples, sizes["samples_bytes"])):
             with path.open("ab") as file:
@@ -170,6 +177,7 @@ def received(run: SimpleNamespace) -> tuple[Counter[Any], list[str]]:
     metrics = Counter((metric.key, metric.step, metric.value) for metric in run.metrics)
     tables = [entry["path"] for entry in json.loads(run.tags.get(TABLES_TAG, "[]"))]
     assert set(run.artifacts) == {"params.json", *tables}
+    assert [given.dataset.name for given in run.inputs] == ["data/prepared/rlaif"]
     rows = [dict(zip(run.artifacts[name]["columns"], row, strict=True)) for name in tables for row in run.artifacts[name]["data"]]
     return metrics, [row["text"] for row in rows]
 

@@ -18,9 +18,9 @@ from flows import minimind as minimind_module
 from flows import sweep as sweep_module
 from flows.experiments import ExperimentFailed
 from flows.minimind import minimind
-from flows.report import EVAL_HEADLINES, HEADLINES
 from flows.sweep import choose_metric, sweep
 from pipeline.errors import ParamsError
+from pipeline.lineage.headlines import EVAL_HEADLINES, HEADLINES
 from pipeline.lineage.records import final_metrics
 
 ROOT = Path(__file__).parents[1]

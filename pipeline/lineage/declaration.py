@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,17 @@ class Declaration:
     params: dict[str, Any]
 
 
+def read_again(path: Path) -> Any:
+    """As `read_yaml`, from memory while the file has not changed: DVC's files take a while. The content is not to be altered."""
+    status = path.stat()
+    return _read_once(path.resolve(), status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=8)
+def _read_once(path: Path, changed_ns: int, size: int) -> Any:
+    return read_yaml(path)
+
+
 def declaration(stage: str, params: Params, item: str | None = None, *, dvc_file: Path = Path("dvc.yaml")) -> Declaration:
     """Declared deps and params of `stage`, or of one `item` of a foreach stage.
 
@@ -44,7 +56,7 @@ def declaration(stage: str, params: Params, item: str | None = None, *, dvc_file
 
 def _declared(stage: str, item: str | None, tree: Mapping[str, Any], dvc_file: Path) -> tuple[list[str], list[str]]:
     """Its deps and the keys of its params, resolved with the values of params.yaml."""
-    body = read_yaml(dvc_file)["stages"][stage]
+    body = read_again(dvc_file)["stages"][stage]
     names: dict[str, Any] = dict(tree)
     if "do" in body:
         body = body["do"]
@@ -101,34 +113,37 @@ def is_recorded(stage: str, params: Mapping[str, Any], digests: Mapping[str, str
 
 
 @dataclass(frozen=True, slots=True)
-class LockedInputs:
-    """What the results of a stage in dvc.lock were made with.
+class Locked:
+    """What dvc.lock has of a stage.
 
     Attributes:
         params: values by key, as a tree like that of params.yaml.
         digests: of the inputs, by path.
+        outs: digests of the outputs, by path.
     """
 
     params: dict[str, Any]
     digests: dict[str, str]
+    outs: dict[str, str]
 
 
-def read_lock(lock_file: Path) -> dict[str, LockedInputs]:
+def read_lock(lock_file: Path) -> dict[str, Locked]:
     """The stages of a dvc.lock; none where there is no such file, or half of one.
 
     DVC writes it in place, for a sibling too, and is the one to complain of a broken one.
     """
     try:
-        return {stage: _locked(entry) for stage, entry in read_yaml(lock_file)["stages"].items()}
+        return {stage: _locked(entry) for stage, entry in read_again(lock_file)["stages"].items()}
     except (FileNotFoundError, ParamsError, AttributeError, KeyError, TypeError):
         return {}
 
 
-def _locked(entry: Mapping[str, Any]) -> LockedInputs:
+def _locked(entry: Mapping[str, Any]) -> Locked:
     params: dict[str, Any] = {}
     for key, value in entry.get("params", {}).get("params.yaml", {}).items():
         _insert(params, key.split("."), value)
-    return LockedInputs(params, {dep["path"]: dep["md5"] for dep in entry.get("deps", [])})
+    digests, outs = ({each["path"]: each["md5"] for each in entry.get(kind, [])} for kind in ("deps", "outs"))
+    return Locked(params, digests, outs)
 
 
 def _resolved(text: str, names: Mapping[str, Any]) -> str:

@@ -1,14 +1,15 @@
 """What the stages of a workspace left to read: final metrics, and the MLflow runs that made them."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pipeline.errors import PipelineError
 from pipeline.lineage.declaration import declaration, read_lock
 from pipeline.params import load_params
-from pipeline.tracking.run_folder import read_json, run_key
+from pipeline.tracking.run_folder import RunFolder, read_json, run_key
 from pipeline.tracking.store import is_server
 
 LOCAL_UI = "http://127.0.0.1:5000"
@@ -43,8 +44,8 @@ def final_metrics(root: Path, stage: str) -> dict[str, float]:
     return flat
 
 
-def recorded_runs(root: Path, home: Path, stage: str) -> Iterator[Path]:
-    """Folders of the finished runs of the recipe that dvc.lock has for a stage, newest first: the first made the outputs.
+def recorded_runs(root: Path, home: Path, stage: str) -> list[RunFolder]:
+    """The finished runs of the recipe whose outputs dvc.lock has, newest first; empty for a stage without runs.
 
     Args:
         root: the repository, or an isolated copy.
@@ -52,28 +53,36 @@ def recorded_runs(root: Path, home: Path, stage: str) -> Iterator[Path]:
         stage: the stage.
     """
     runs = home / ".runs" / stage
-    if not any(runs.glob("*/*/run.json")):
-        return
     made = read_lock(root / "dvc.lock").get(stage)
-    if made is None:
-        return
+    if not any(runs.glob("*/*/run.json")) or made is None:
+        return []
     recipe = runs / _key(root, stage, made.digests)
-    for folder in sorted(recipe.glob("*"), key=lambda path: int(path.name) if path.name.isdecimal() else 0, reverse=True):
-        if read_json(folder / "exit.json").get("code") == 0:
-            yield folder
+    newest_first = sorted(recipe.glob("*"), key=lambda path: int(path.name) if path.name.isdecimal() else 0, reverse=True)
+    return [RunFolder(path) for path in newest_first if read_json(path / "exit.json").get("code") == 0]
 
 
-def tracked_run(root: Path, home: Path, stage: str) -> TrackedRun | None:
-    """The MLflow run that made the outputs which dvc.lock has; None for a stage without one, or where it is not known (yet).
+def recorded_outputs(root: Path, stage: str, recipe: str, params: Mapping[str, Any], inputs: Mapping[str, str]) -> dict[str, str]:
+    """The digests of a stage's outputs by path, if dvc.lock has those that a certain recipe made; else empty.
 
     Args:
         root: the repository, or an isolated copy.
-        home: where its run folders are (`pipeline.tracking.home`).
         stage: the stage.
+        recipe: the run key.
+        params: of the run.
+        inputs: digests of what it read, by path.
     """
+    made, code = read_lock(root / "dvc.lock").get(stage), f"data/code/{stage}.json"
+    if made is None or made.params != params or not made.digests.items() >= inputs.items():
+        return {}
+    read = {path: digest for path, digest in inputs.items() if path != code}
+    return made.outs if run_key(stage, params, read, made.digests.get(code)) == recipe else {}
+
+
+def tracked_run(root: Path, home: Path, stage: str) -> TrackedRun | None:
+    """The newest MLflow run of `recorded_runs`; None where no feeder has made one (yet)."""
     for folder in recorded_runs(root, home, stage):
-        if run_id := read_json(folder / "feeder.json").get("run_id"):
-            return run_page(read_json(folder / "run.json").get("tracking_uri", ""), run_id)
+        if run_id := read_json(folder.feeder_note).get("run_id"):
+            return run_page(read_json(folder.about).get("tracking_uri", ""), run_id)
     return None
 
 

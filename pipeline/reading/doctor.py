@@ -83,7 +83,7 @@ def evaluation_of(folder: RunFolder, root: Path, home: Path) -> Mapping[str, Map
     """metrics/eval.json if it has measured what this very run made; else nothing."""
     stage, lock_file = folder.stage, root / "dvc.lock"
     try:
-        if not lock_file.exists() or folder.path != next(recorded_runs(root, home, stage), None):
+        if not lock_file.exists() or folder not in recorded_runs(root, home, stage)[:1]:
             return {}
     except ParamsError:  # a params.yaml that is wrong made no run
         return {}

@@ -8,7 +8,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from pipeline.tracking.rebuild import EXPERIMENT, Rebuild
+
 LIBRARIES = ("torch", "transformers", "tokenizers")
+_OTHER_DVC = ("dvc.stage", "dvc.experiment")
 # Stages rewrite these tracked files themselves; they say nothing about the code that runs.
 _WRITTEN_BY_STAGES = (":!dvc.lock", ":!metrics", ":!plots")
 
@@ -33,13 +36,28 @@ def run_tags(root: Path, stage: str, key: str, digests: Mapping[str, str]) -> di
     tags = {"dvc.stage": os.environ.get("DVC_STAGE", stage), "run.key": key, "version.python": platform.python_version()}
     tags |= {f"version.{name}": version(name) for name in LIBRARIES}
     tags |= {f"dvc.{path}": value for path, value in digests.items()}
-    if experiment := os.environ.get("DVC_EXP_NAME"):
+    if experiment := os.environ.get(EXPERIMENT):
         tags["dvc.experiment"] = experiment
     commit = _git(root, "rev-parse", "HEAD")
     if commit is not None:
         changes = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", *_WRITTEN_BY_STAGES)
         tags |= {"git.commit": commit, "git.dirty": str(bool(changes)).lower()}
     return tags
+
+
+def input_digests(tags: Mapping[str, str]) -> dict[str, str]:
+    """Path -> digest of what a run read: back from `run_tags`."""
+    return {tag.removeprefix("dvc."): value for tag, value in tags.items() if tag.startswith("dvc.") and tag not in _OTHER_DVC}
+
+
+def circumstances(root: Path) -> dict[str, Any]:
+    """What run.json says of where and for what a run was started: workspace, rebuild, params.yaml as it was."""
+    params_file, rebuild = root / "params.yaml", Rebuild.current()
+    return {
+        "workspace": str(root),
+        "rebuild": rebuild.note() if rebuild else None,
+        "params_file": params_file.read_text(encoding="utf-8") if params_file.exists() else None,
+    }
 
 
 def _git(root: Path, *arguments: str) -> str | None:

@@ -12,21 +12,27 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipeline.supervise import exit_on_error, hold, is_held, lasting_stderr
-from pipeline.tracking.run_folder import RunFolder
+from pipeline.tracking.rebuild import Rebuild
+from pipeline.tracking.run_folder import RunFolder, read_json
 from pipeline.tracking.sender import TRACKER_FAULTS, Sender, note
 from pipeline.tracking.store import limit_waiting
+from pipeline.tracking.system_load import SystemLoad
 
 POLL_S = 1.0
 MAX_PAUSE_S = 30.0  # between attempts while the trainer lives and the store does not
+LINGER_S = 15.0  # after the end of a stage, for the end of the rebuild: DVC takes over the outputs before it ends
 GIVE_UP_S = 20.0  # without a working store, counted from the end of the trainer
 
 
 def feed(folder: RunFolder) -> int:
     """Sends until the trainer has ended and all has arrived; the exit code is 1 when the store stayed away."""
     sender = Sender(folder)
+    load = SystemLoad(folder, read_json(folder.about)["started_s"])
     said, pause, try_at, ended_at = "", POLL_S, 0.0, None
     while True:
         alive = is_held(folder.lock)
+        if alive:
+            load.sample()
         if not alive or time.monotonic() >= try_at:
             try:
                 sender.send(final=not alive)
@@ -57,6 +63,21 @@ def _give_up(sender: Sender) -> None:
         note(f"not closed: {error}")
 
 
+def await_rebuild(folder: RunFolder) -> None:
+    """Closes the rebuild's run in MLflow if the rebuild ends now; where it goes on, another stage's feeder does."""
+    rebuild = Rebuild.of(read_json(folder.about).get("rebuild"))
+    if rebuild is None:
+        return
+    end = time.monotonic() + LINGER_S
+    while rebuild.is_alive and time.monotonic() < end:
+        time.sleep(POLL_S)
+    if not rebuild.is_alive:
+        try:
+            Sender(folder).close_rebuild()
+        except TRACKER_FAULTS as error:
+            note(f"rebuild not closed: {error}")
+
+
 def main() -> int:
     """Feeds the folder named on the command line; a second feeder of the same folder waits for the first."""
     limit_waiting()
@@ -64,8 +85,11 @@ def main() -> int:
         os.nice(10)  # never at the cost of training
     folder = RunFolder(Path(sys.argv[1]).resolve())
     # Its log may lie on a full disk, which must not end it.
-    with lasting_stderr(), exit_on_error("feeder"), hold(folder.feeder_lock, wait=True):
-        return feed(folder)
+    with lasting_stderr(), exit_on_error("feeder"):
+        with hold(folder.feeder_lock, wait=True):
+            code = feed(folder)
+        await_rebuild(folder)  # without the lock: the run may be fed again meanwhile
+        return code
 
 
 if __name__ == "__main__":

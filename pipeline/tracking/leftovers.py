@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import HeldError
-from pipeline.lineage.declaration import LockedInputs, read_lock
+from pipeline.lineage.declaration import Locked, read_lock
 from pipeline.supervise import hold, is_held
 from pipeline.tracking.run_folder import RunFolder, read_json, run_key
 
@@ -128,7 +128,7 @@ def _is_abandoned(limits: Limits) -> Callable[[Path], bool]:
     return lambda path: not _is_finished(RunFolder(path)) and _is_old(path, limits.age_s)
 
 
-def _saves(finished: Iterable[RunFolder], locks: Sequence[Mapping[str, LockedInputs]], age_s: float) -> Leftover:
+def _saves(finished: Iterable[RunFolder], locks: Sequence[Mapping[str, Locked]], age_s: float) -> Leftover:
     """All but the last one of a run whose results DVC does not have (yet): it makes them again when DVC fails to take them."""
     found: dict[RunFolder, list[Path]] = {}
     for folder in finished:
@@ -148,7 +148,7 @@ def _saves(finished: Iterable[RunFolder], locks: Sequence[Mapping[str, LockedInp
     return Leftover("saves of finished runs", "nothing resumes from them", paths, remove)
 
 
-def _is_recorded(folder: RunFolder, locks: Sequence[Mapping[str, LockedInputs]]) -> bool:
+def _is_recorded(folder: RunFolder, locks: Sequence[Mapping[str, Locked]]) -> bool:
     """Whether one of these dvc.lock has the results of the run's recipe."""
     params = read_json(folder.about).get("params")
     code_file = f"data/code/{folder.stage}.json"
@@ -160,12 +160,12 @@ def _is_recorded(folder: RunFolder, locks: Sequence[Mapping[str, LockedInputs]])
 
 
 def _bulk(surplus: Iterable[RunFolder]) -> list[Path]:
-    """Samples of runs that an MLflow store has wholly, and feeders' logs."""
+    """Samples and load of runs that an MLflow store has wholly, and feeders' logs."""
     found = []
     for folder in surplus:
         noted, about = read_json(folder.feeder_note), read_json(folder.about)
         if "attempt" in about and noted.get("complete") == about["attempt"]:
-            found += [path for path in (folder.samples, folder.feeder_log) if path.exists()]
+            found += [path for path in (folder.samples, folder.system, folder.feeder_log) if path.exists()]
     return found
 
 

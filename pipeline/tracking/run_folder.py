@@ -10,6 +10,8 @@ Processes talk through these files alone:
 | state-STEP.pt, state-STEP.json | trainer, at each save | resumable state; its checksum, and those of the files above |
 | exit.json | trainer, at its end | exit code, reason, time; absent while it runs and after SIGKILL |
 | lock | trainer | held while it lives |
+| system.jsonl | feeder, appended | load of the machine: CPU, memory, disk, GPUs |
+| checkpoint.json | feeder | path and digest of what the run made, as DVC recorded it |
 | feeder.json, feeder.lock, feeder.log | feeder, replay | the MLflow run, and whether it has everything |
 """
 
@@ -26,7 +28,9 @@ from typing import Any
 
 from pipeline.errors import PipelineError
 
-_OURS = re.compile(r"(run|exit|feeder)\.json(\.tmp)?|(metrics|samples)\.jsonl|state-.*\.tmp|(feeder\.)?lock|feeder\.log")
+_OURS = re.compile(
+    r"(run|exit|feeder|checkpoint)\.json(\.tmp)?|(metrics|samples|system)\.jsonl|state-.*\.tmp|(feeder\.)?lock|feeder\.log"
+)
 _NUMBER = re.compile(r"[1-9][0-9]*")
 _STATE = re.compile(r"state-(\d{8})\.json")
 
@@ -62,6 +66,14 @@ class RunFolder:
     @property
     def samples(self) -> Path:
         return self.path / "samples.jsonl"
+
+    @property
+    def system(self) -> Path:
+        return self.path / "system.jsonl"
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.path / "checkpoint.json"
 
     @property
     def exit(self) -> Path:

@@ -5,6 +5,7 @@ order of steps and a batch arrives as a whole or not at all, so "last step" says
 a sender that is killed at any place, an answer that is lost, a restored store and another store are all the same case.
 """
 
+import hashlib
 import json
 import sys
 import time
@@ -23,19 +24,20 @@ from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import SQLAlchemyError
 
 from pipeline.errors import PipelineError
+from pipeline.tracking.additions import begin, end
 from pipeline.tracking.description import flatten
+from pipeline.tracking.fed_run import FedRun
+from pipeline.tracking.rebuild_runs import leave
 from pipeline.tracking.recorder import now_s
 from pipeline.tracking.run_folder import RunFolder, read_json, write_json
 from pipeline.tracking.saves import committed_sizes
 from pipeline.tracking.store import open_store
+from pipeline.tracking.tables import as_table, cut
 
 TRACKER_FAULTS = (MlflowException, SQLAlchemyError, SqliteError, ParseError, ValueError, OSError)
 """What a store that is stopped, hung, read-only, full or out of its mind makes of a call; a later one may succeed."""
 MAX_METRICS = 1000  # per request
 MAX_PARAMS = 100
-# MLflow finds tables through a tag of at most 8000 characters, about 100 tables. A table is sent once it holds this share
-# of the rows before it: their number grows with the logarithm of the rows, and none is ever rewritten.
-TABLE_GROWTH = 0.25
 TABLES_TAG = "mlflow.loggedArtifacts"
 SAMPLES = "samples"
 
@@ -82,7 +84,7 @@ class Sender:
             raise PipelineError(f"{folder.about}: missing or unreadable; the next start of the stage writes it again")
         self._uri = uri
         self._arrived: Arrived | None = None
-        self._metrics_read = 0  # bytes
+        self._metrics_read = self._system_read = 0  # bytes
         self._samples_read = self._samples_before = 0  # bytes, and the rows in them
         self._samples_seen = -1
 
@@ -107,10 +109,10 @@ class Sender:
         samples_end = _size(self._folder.samples) if everything else sizes["samples_bytes"]
         arrived = self._arrived or self._open(final=final)
         self._arrived = None  # after a fault MLflow is asked anew
-        self._send_metrics(arrived, metrics_end)
+        self._metrics_read = self._send_metrics(arrived, self._folder.metrics, self._metrics_read, metrics_end)
+        self._system_read = self._send_metrics(arrived, self._folder.system, self._system_read, _size(self._folder.system))
         if not arrived.described:
-            arrived.client.log_dict(arrived.run_id, self._about["params"], "params.json")  # MLflow cuts long values short
-            arrived.described = True
+            self._send_params(arrived)
         if samples_end != self._samples_seen or final:
             self._send_samples(arrived, samples_end, final)
             self._samples_seen = samples_end
@@ -127,11 +129,12 @@ class Sender:
         """
         client, experiment_id = self._store()
         run = self._find(client, experiment_id) or self._create(client, experiment_id)
-        end = read_json(self._folder.exit)
-        code = end.get("code")
+        exited = read_json(self._folder.exit)
+        code = exited.get("code")
         status = "FINISHED" if code == 0 else "KILLED" if code is None or code > 128 else "FAILED"
-        client.set_tag(run.info.run_id, "exit.reason", end.get("reason", "killed; the process left no word"))
-        client.set_terminated(run.info.run_id, status, _ms(end.get("time_s", now_s())))
+        client.set_tag(run.info.run_id, "exit.reason", exited.get("reason", "killed; the process left no word"))
+        client.set_terminated(run.info.run_id, status, _ms(exited.get("time_s", now_s())))
+        end(self._fed(client, experiment_id, run), complete=complete)
         if complete:
             self._check(self._find(client, experiment_id), status)
         self._write_note(run.info.run_id, self._about["attempt"] if complete else None)
@@ -148,6 +151,19 @@ class Sender:
         if about["attempt"] != self._about["attempt"]:
             self._about, self._arrived = about, None
 
+    def close_rebuild(self) -> None:
+        """Brings the rebuild above the run up to date, which closes it when it is over.
+
+        Raises:
+            TRACKER_FAULTS: it is as it was.
+        """
+        client, experiment_id = self._store()
+        if run := self._find(client, experiment_id):
+            leave(self._fed(client, experiment_id, run))
+
+    def _fed(self, client: MlflowClient, experiment_id: str, run: Run) -> FedRun:
+        return FedRun(client, experiment_id, run, self._folder, self._about)
+
     def _store(self) -> tuple[MlflowClient, str]:
         return open_store(self.uri, self._folder.root)
 
@@ -158,11 +174,12 @@ class Sender:
         run_id = run.info.run_id
         self._write_note(run_id, None)
         self._describe(client, run_id)
+        begin(self._fed(client, experiment_id, run), live=not final)
         if not final:
             client.update_run(run_id, status="RUNNING")
         tables = [entry["path"] for entry in json.loads(run.data.tags.get(TABLES_TAG, "[]"))]
         there = sorted(file.path for file in client.list_artifacts(run_id, SAMPLES))
-        self._metrics_read = self._samples_read = self._samples_before = 0
+        self._metrics_read = self._system_read = self._samples_read = self._samples_before = 0
         self._samples_seen = -1
         return Arrived(client, run_id, _last_steps(run), tables, [path for path in there if path not in tables])
 
@@ -184,21 +201,31 @@ class Sender:
         """Params never change within a recipe, so sending them again is harmless; tags may have changed."""
         about = self._about
         tags = {**about["tags"], "run.folder": str(self._folder.path), "run.resumed": str(about["attempt"] - 1)}
+        if text := about.get("params_file"):
+            tags["params.sha256"] = hashlib.sha256(text.encode()).hexdigest()
         client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
         params = [Param(name, value) for name, value in flatten(about["params"]).items()]
         for start in range(0, len(params), MAX_PARAMS):
             client.log_batch(run_id, params=params[start : start + MAX_PARAMS])
 
-    def _send_metrics(self, arrived: Arrived, end: int) -> None:
-        missing = self._missing_metrics(arrived.steps, end)
+    def _send_params(self, arrived: Arrived) -> None:
+        """The run's own params as they are (MLflow cuts long values short), and the whole file that they were taken from."""
+        arrived.client.log_dict(arrived.run_id, self._about["params"], "params.json")
+        if text := self._about.get("params_file"):
+            arrived.client.log_text(arrived.run_id, text, "params.yaml")
+        arrived.described = True
+
+    def _send_metrics(self, arrived: Arrived, path: Path, start: int, end: int) -> int:
+        """Sends the points between two positions of a file that MLflow has not; returns the position to go on from."""
+        missing = self._missing_metrics(arrived.steps, path, start, end)
         while batch := list(islice(missing, MAX_METRICS)):
             arrived.client.log_batch(arrived.run_id, metrics=batch)
             arrived.steps |= {metric.key: metric.step for metric in batch}
             self.points += len(batch)
-        self._metrics_read = max(end, self._metrics_read)
+        return max(start, end)
 
-    def _missing_metrics(self, steps: dict[str, int], end: int) -> Iterator[Metric]:
-        for line in _lines(self._folder.metrics, self._metrics_read, end):
+    def _missing_metrics(self, steps: dict[str, int], path: Path, start: int, end: int) -> Iterator[Metric]:
+        for line in _lines(path, start, end) if end else []:
             for key, value in line["metrics"].items():
                 if value is not None and line["step"] > steps.get(key, -1):
                     yield Metric(key, value, _ms(line["time_s"]), line["step"])
@@ -215,15 +242,16 @@ class Sender:
             self._send_table(arrived, name, part)
             arrived.in_flight.pop(0)
             rows, before = rows[len(part) :], before + len(part)
-        if arrived.in_flight or not rows or (not final and len(rows) < TABLE_GROWTH * before):
+        if arrived.in_flight:
             return
-        self._send_table(arrived, f"{SAMPLES}/{rows[-1]['step']:08d}.json", rows)
-        self._samples_read, self._samples_before = max(end, self._samples_read), before + len(rows)
+        *whole, rest = cut(rows, before)
+        for part in [*whole, *([rest] if final and rest else [])]:
+            self._send_table(arrived, f"{SAMPLES}/{part[-1]['step']:08d}.json", part)
+        if final or not rest:
+            self._samples_read, self._samples_before = max(end, self._samples_read), before + len(rows)
 
     def _send_table(self, arrived: Arrived, name: str, rows: list[dict[str, Any]]) -> None:
-        columns = list(dict.fromkeys(key for row in rows for key in row))
-        table = {"columns": columns, "data": [[row.get(key) for key in columns] for row in rows]}
-        arrived.client.log_dict(arrived.run_id, table, name)
+        arrived.client.log_dict(arrived.run_id, as_table(rows), name)
         tables = [*arrived.tables, name]
         listed = json.dumps([{"path": path, "type": "table"} for path in tables])
         arrived.client.set_tag(arrived.run_id, TABLES_TAG, listed)  # only now the table counts
@@ -251,9 +279,9 @@ def _ms(seconds: float) -> int:
     return round(seconds * 1000)
 
 
-def _size(samples: Path) -> int:
-    """In bytes; 0 for samples that `pipeline gc` has removed, which it does when a store has them."""
-    return samples.stat().st_size if samples.exists() else 0
+def _size(path: Path) -> int:
+    """In bytes; 0 for what is not there: samples that `pipeline gc` has removed, say, because a store has them."""
+    return path.stat().st_size if path.exists() else 0
 
 
 def _step(table: str) -> int:

@@ -40,6 +40,11 @@ def artifact_root(root: Path) -> str:
     return artifact_folder(root).as_uri()
 
 
+def store_lock(root: Path) -> Path:
+    """Held by who makes what there must be one of in a store: the experiment, a rebuild's run."""
+    return root / ".mlflow.lock"
+
+
 def limit_waiting() -> None:
     """Makes MLflow's client in this process give up on a server that hangs within seconds; the environment may say otherwise."""
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
@@ -57,7 +62,7 @@ def open_store(uri: str, root: Path) -> tuple["MlflowClient", str]:
     """
     if is_server(uri):
         return _open(uri, None)
-    with hold(root / ".mlflow.lock", wait=True):
+    with hold(store_lock(root), wait=True):
         if uri.startswith(SQLITE):  # MLflow would try a file that cannot be opened for 100 seconds
             file = Path(uri.removeprefix(SQLITE))
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +74,12 @@ def open_store(uri: str, root: Path) -> tuple["MlflowClient", str]:
 def _open(uri: str, artifacts: str | None) -> tuple["MlflowClient", str]:
     import mlflow
 
+    from pipeline.tracking.views import describe_experiment
+
     mlflow.set_tracking_uri(uri)  # artifact stores of servers read it from here
     client = mlflow.MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name(EXPERIMENT)
-    return client, experiment.experiment_id if experiment else client.create_experiment(EXPERIMENT, artifact_location=artifacts)
+    if experiment is None:
+        experiment = client.get_experiment(client.create_experiment(EXPERIMENT, artifact_location=artifacts))
+    describe_experiment(client, experiment)
+    return client, experiment.experiment_id

@@ -2,9 +2,11 @@
 
 import os
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 from pipeline.tracking.store import artifact_root, is_server, open_store, tracking_uri
+from pipeline.tracking.views import page
 
 
 def main(options: list[str]) -> None:
@@ -14,9 +16,17 @@ def main(options: list[str]) -> None:
     if is_server(uri):
         print(f"tracking server: {uri}")
         return
-    open_store(uri, root)
+    _, experiment_id = open_store(uri, root)
+    print(f"the runs: http://127.0.0.1:{_port(options)}/{page(experiment_id)}", flush=True)
     store = ["--backend-store-uri", uri, "--default-artifact-root", artifact_root(root)]
     os.execv(sys.executable, [sys.executable, "-m", "mlflow", "ui", *store, *options])
+
+
+def _port(options: list[str]) -> str:
+    """As `mlflow ui` will take it."""
+    given = [after for option, after in pairwise(options) if option in ("--port", "-p")]
+    given += [option.partition("=")[2] for option in options if option.startswith("--port=")]
+    return given[-1] if given else "5000"
 
 
 if __name__ == "__main__":

@@ -57,7 +57,8 @@ def forget(project: Project, lock: dict[str, Any]) -> None:
 def finished_runs(project: Project) -> list[Any]:
     client = MlflowClient(f"sqlite:///{project.root}/mlflow.db")
     experiment = client.get_experiment_by_name("minimind")
-    runs = client.search_runs([experiment.experiment_id]) if experiment else []
+    found = client.search_runs([experiment.experiment_id]) if experiment else []
+    runs = [run for run in found if "rebuild.key" not in run.data.tags]
     return runs if runs and all(run.info.status == "FINISHED" for run in runs) and len(runs) >= len(BRANCHES) else []
 
 

@@ -126,6 +126,7 @@ def received(uri: str, training: Training) -> tuple[Counter[Any], list[str]]:
     points = Counter(
         (point.key, point.step, point.value)
         for key in run.data.metrics
+        if not key.startswith("system/")
         for point in client.get_metric_history(run.info.run_id, key)
     )
     names = [entry["path"] for entry in json.loads(run.data.tags["mlflow.loggedArtifacts"])]

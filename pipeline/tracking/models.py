@@ -1,0 +1,216 @@
+"""A finished run's checkpoint in MLflow: as the model that the run logged, and as a version of the stage's registered model.
+
+Weights stay where they are; MLflow holds their path and their digest. A registered version stands for bytes: runs that come out
+equal share it. `eval` measures models by their bytes too, and the best version of each stage has the alias `best`.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from mlflow import MlflowClient
+from mlflow.entities import LoggedModelOutput, Metric, Run
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
+from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
+
+from pipeline.errors import PipelineError
+from pipeline.lineage.declaration import read_again
+from pipeline.lineage.headlines import EVAL_HEADLINES, JUDGED_BY
+from pipeline.lineage.records import recorded_outputs
+from pipeline.tracking.description import flatten, input_digests
+from pipeline.tracking.fed_run import FedRun
+from pipeline.tracking.rebuild import Rebuild
+from pipeline.tracking.run_folder import read_json, write_json
+
+MD5, PATH = "checkpoint.md5", "checkpoint.path"
+PANEL, AT = "eval.panel", "eval.started_ms"
+BEST = "best"
+SHOWN_PARAMS = ("lr", "loss", "seed", "epochs", "batch_size")
+LEFT_OUT = ("system/", "time/", "memory/")  # metrics that say nothing of the model
+WAIT_S, POLL_S = 15.0, 0.25
+
+
+def log_model(fed: FedRun) -> None:
+    """For a finished run that made a checkpoint which DVC has recorded: its logged model, registered and ranked.
+
+    Raises:
+        TRACKER_FAULTS: not all is done; it can be done again.
+    """
+    made = _checkpoint(fed) if fed.stage in JUDGED_BY else None
+    if made is None:
+        return
+    model_id = _logged_model(fed, made)
+    version = _version(fed.client, made["name"], made["md5"]) or _register(fed, made, model_id)
+    for run in _evaluations(fed, made):
+        _judge(fed.client, fed.stage, version, run)
+    _move_best(fed.client, fed.stage, made["name"])
+
+
+def judge_models(fed: FedRun) -> None:
+    """For a finished run of `eval`: writes what it measured to the versions that it read, and moves the aliases.
+
+    Raises:
+        TRACKER_FAULTS: not all is done; it can be done again.
+    """
+    run = fed.client.get_run(fed.id)
+    inputs = input_digests(run.data.tags)
+    for path, name in _artifacts(fed).items():
+        stage = _stage(path)
+        if stage in JUDGED_BY and path in inputs and (version := _version(fed.client, name, inputs[path])):
+            _judge(fed.client, stage, version, run)
+            _move_best(fed.client, stage, name)
+
+
+def _checkpoint(fed: FedRun) -> dict[str, str] | None:
+    """Registered name, path and digest of what a run made: as noted before, or as dvc.lock has it.
+
+    DVC writes dvc.lock after the trainer's end. While the rebuild lives that is waited for.
+    """
+    if noted := read_json(fed.folder.checkpoint):
+        return noted
+    rebuild = Rebuild.of(fed.about.get("rebuild"))
+    end, known = time.monotonic() + WAIT_S, None
+    while True:
+        version = _file_version(fed.workspace / "dvc.lock")
+        if version != known and (made := _recorded(fed)):
+            with suppress(OSError):  # on a full disk it is looked up again
+                write_json(fed.folder.checkpoint, made)
+            return made
+        if not (rebuild and rebuild.is_alive) or time.monotonic() > end:
+            return None
+        known = version
+        time.sleep(POLL_S)
+
+
+def _file_version(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_mtime_ns, status.st_size
+
+
+def _recorded(fed: FedRun) -> dict[str, str] | None:
+    try:
+        params, inputs = fed.about["params"], input_digests(fed.about["tags"])
+        outputs = recorded_outputs(fed.workspace, fed.stage, fed.folder.recipe, params, inputs)
+    except PipelineError:  # DVC is writing the file
+        return None
+    made = outputs and {path: name for path, name in _artifacts(fed).items() if path in outputs}
+    return next(({"name": name, "path": path, "md5": outputs[path]} for path, name in made.items()), None) if made else None
+
+
+def _artifacts(fed: FedRun) -> dict[str, str]:
+    """Path -> name of the models in dvc.yaml; empty when an isolated copy is gone."""
+    file = fed.workspace / "dvc.yaml"
+    found = read_again(file).get("artifacts", {}) if file.exists() else {}
+    return {body["path"]: name for name, body in found.items()}
+
+
+def _stage(path: str) -> str:
+    """Of a checkpoint: `checkpoints/<stage>.pth`."""
+    return path.rpartition("/")[2].partition(".")[0]
+
+
+def _logged_model(fed: FedRun, made: Mapping[str, str]) -> str:
+    """Id of the run's model in MLflow, with the last value of every metric; made when it is new."""
+    run = fed.client.get_run(fed.id)
+    outputs = run.outputs.model_outputs if run.outputs else []
+    found = fed.client.search_logged_models([fed.experiment_id], f"source_run_id = '{fed.id}'")
+    own = fed.about["params"].get(fed.stage, {})
+    model = (
+        found[0]
+        if found
+        else fed.client.create_logged_model(
+            fed.experiment_id,
+            made["name"],
+            fed.id,
+            tags={**_tags(fed, made), MLFLOW_MODEL_IS_EXTERNAL: "true"},
+            params=flatten({name: own[name] for name in SHOWN_PARAMS if name in own}),
+            model_type="checkpoint",
+        )
+    )
+    last = [metric for metric in run.to_proto().data.metrics if not metric.key.startswith(LEFT_OUT)]
+    # The same points as the run's: MLflow keeps them once there, and adds them to the model.
+    points = [Metric(m.key, m.value, m.timestamp, m.step, model_id=model.model_id, run_id=fed.id) for m in last]
+    if points:
+        fed.client.log_batch(fed.id, metrics=points)
+    fed.client.finalize_logged_model(model.model_id, "READY")
+    if all(output.model_id != model.model_id for output in outputs):
+        step = max((metric.step for metric in last), default=0)
+        fed.client.log_outputs(fed.id, [LoggedModelOutput(model.model_id, step)])
+    return str(model.model_id)
+
+
+def _tags(fed: FedRun, made: Mapping[str, str]) -> dict[str, str]:
+    tags = {PATH: made["path"], MD5: made["md5"], "dvc.stage": fed.stage}
+    return tags | {key: value for key, value in fed.about["tags"].items() if key in ("git.commit", "dvc.experiment")}
+
+
+def _version(client: MlflowClient, name: str, md5: str) -> ModelVersion | None:
+    """The registered version with these bytes."""
+    return next((version for version in _versions(client, name) if version.tags.get(MD5) == md5), None)
+
+
+def _versions(client: MlflowClient, name: str) -> list[ModelVersion]:
+    """Oldest first."""
+    return sorted(client.search_model_versions(f"name = '{name}'", 1000), key=lambda version: int(version.version))
+
+
+def _register(fed: FedRun, made: Mapping[str, str], model_id: str) -> ModelVersion:
+    try:
+        fed.client.create_registered_model(made["name"], description=f"Checkpoints of stage {fed.stage}: {made['path']}")
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+    source, tags = f"models:/{model_id}", _tags(fed, made)
+    return fed.client.create_model_version(
+        made["name"], source, fed.id, tags=tags, description=fed.about["name"], model_id=model_id
+    )
+
+
+def _evaluations(fed: FedRun, made: Mapping[str, str]) -> list[Run]:
+    """Finished runs of `eval` that read these bytes, oldest first; there are some when a run is replayed late."""
+    query = f"tags.`dvc.stage` = 'eval' AND tags.`dvc.{made['path']}` = '{made['md5']}' AND attributes.status = 'FINISHED'"
+    return list(fed.client.search_runs([fed.experiment_id], query, order_by=["attributes.start_time ASC"]))
+
+
+def _judge(client: MlflowClient, stage: str, version: ModelVersion, run: Run) -> None:
+    """Tags a version with the headline metrics that a run of `eval` measured, and with what it measured them on."""
+    if int(version.tags.get(AT, 0)) > run.info.start_time:  # the newest counts, whatever is replayed last
+        return
+    tags = {f"eval.{key}": f"{value:.6g}" for key, value in _measured(run, stage)}
+    tags |= {PANEL: _panel(run), AT: str(run.info.start_time), "eval.run": run.info.run_id}
+    for key, value in tags.items():
+        if version.tags.get(key) != value:
+            client.set_model_version_tag(version.name, version.version, key, value)
+
+
+def _measured(run: Run, stage: str) -> Iterator[tuple[str, float]]:
+    for key in EVAL_HEADLINES:
+        if (value := run.data.metrics.get(f"{stage}/{key}")) is not None:
+            yield key, value
+
+
+def _panel(run: Run) -> str:
+    """What decides whether numbers of two evaluations compare: the rows, the settings and the tokenizer, not the models."""
+    inputs = input_digests(run.data.tags)
+    data = {path: value for path, value in inputs.items() if not path.startswith(("checkpoints/", "plots/"))}
+    return hashlib.sha256(json.dumps([data, run.data.params], sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _move_best(client: MlflowClient, stage: str, name: str) -> None:
+    """Gives the alias to the best of the versions that were measured on the panel of the newest measurement."""
+    key = f"eval.{JUDGED_BY[stage]}"
+    measured = [version for version in _versions(client, name) if key in version.tags]
+    if not measured:
+        return
+    panel = max(measured, key=lambda version: int(version.tags[AT])).tags[PANEL]
+    sign = 1 if EVAL_HEADLINES[JUDGED_BY[stage]] == "max" else -1
+    best = max((version for version in measured if version.tags[PANEL] == panel), key=lambda v: sign * float(v.tags[key]))
+    if BEST not in best.aliases:
+        client.set_registered_model_alias(name, BEST, best.version)

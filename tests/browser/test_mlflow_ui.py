@@ -1,0 +1,195 @@
+"""MLflow's own pages in headless Chromium, of a rebuild with two runs of a stage and an evaluation.
+
+With MLFLOW_PAGES=FOLDER the pictures of `python -m pytest -m browser tests/browser/test_mlflow_ui.py` land there: look at them.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fed_runs import Seen, feed, make_workspace, train
+
+from pipeline.tracking import store
+from pipeline.tracking.rebuild import Rebuild
+from pipeline.tracking.views import REINFORCEMENT, page
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parents[2]
+START_S = 120.0
+PATIENCE_MS = 30_000
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A store behind its pages.
+
+    Attributes:
+        url: of the server, with a slash.
+        said: the first line of `python -m pipeline.tracking.ui`.
+    """
+
+    url: str
+    said: str
+    seen: Seen
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
+    root = tmp_path_factory.mktemp("workspace")
+    make_workspace(root)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{root / 'mlflow.db'}")
+        rebuild = Rebuild("elsewhere/1/1", "elsewhere", 1, time.time() - 600)
+        patch.setattr(Rebuild, "current", classmethod(lambda cls: rebuild))
+        for lr in (0.3, 0.6):
+            feed(train(root, lr=lr))
+            feed(train(root, "eval", lr=lr))
+        with served(root) as (url, said):
+            yield Shown(url, said, Seen(store.EXPERIMENT))
+
+
+class served:
+    """`python -m pipeline.tracking.ui` in a workspace: its address and the first line that it prints."""
+
+    def __init__(self, root: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        command = [sys.executable, "-m", "pipeline.tracking.ui", "--port", str(self.port), "--workers", "1"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+        self._log = root / "ui.log"
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command, cwd=root, env=environment, stdout=log, stderr=subprocess.DEVNULL, start_new_session=True
+            )
+
+    def __enter__(self) -> tuple[str, str]:
+        end = time.monotonic() + START_S
+        while not self._is_up():
+            assert time.monotonic() < end and self._process.poll() is None, self._log.read_text()
+            time.sleep(0.2)
+        return f"http://127.0.0.1:{self.port}/", self._log.read_text().splitlines()[0]
+
+    def __exit__(self, *_: object) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _is_up(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=2) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+
+@pytest.fixture
+def tab(shown: Shown) -> Iterator[Any]:
+    """A page of a fresh browser that reaches nothing but the server."""
+    from playwright.sync_api import sync_playwright  # of the extra `test`; tests without a browser do without it
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        tab = browser.new_page(viewport={"width": 1600, "height": 1000})
+        tab.set_default_timeout(PATIENCE_MS)
+        tab.add_init_script(
+            "localStorage.setItem('mlflow.assistant.panelOpen_v1', 'false')"
+        )  # it would cover a third of the page
+        tab.route("**/*", lambda route: route.continue_() if route.request.url.startswith(shown.url) else route.abort())
+        yield tab
+        browser.close()
+
+
+@pytest.fixture
+def picture(tab: Any, tmp_path: Path) -> Any:
+    """Takes a picture of the page as it is."""
+    folder = Path(os.environ.get("MLFLOW_PAGES") or tmp_path)
+
+    def take(name: str) -> None:
+        tab.mouse.move(0, 0)
+        tab.wait_for_timeout(2000)  # charts are drawn after their data has come
+        tab.screenshot(path=folder / f"mlflow-{name}.png")
+
+    return take
+
+
+def test_the_printed_address_opens_the_runs_with_their_headline_metrics(shown: Shown, tab: Any, picture: Any) -> None:
+    address = shown.said.partition(": ")[2]
+    assert address == f"{shown.url}{page(shown.seen.id)}"
+    tab.goto(address)
+    rebuild = tab.get_by_role("link", name="rebuild · ")
+    rebuild.wait_for()
+    for name in ("agent · cispo lr 3e-1 · s7", "agent · cispo lr 6e-1 · s7", "eval"):
+        assert tab.get_by_role("link", name=name, exact=True).first.is_visible()  # unfolded
+    for header in ("tool/success", "reward/mean", "Models"):
+        assert tab.get_by_role("columnheader", name=header).first.is_visible()
+    assert tab.get_by_role("link", name="minimind-agent").count() == 2
+    picture("runs")
+
+
+def test_the_list_of_experiments_leads_there_too(shown: Shown, tab: Any, picture: Any) -> None:
+    tab.goto(f"{shown.url}#/experiments")
+    tab.get_by_text("Model training").click()
+    link = tab.get_by_role("link", name=store.EXPERIMENT, exact=True)
+    link.wait_for()
+    picture("experiments")
+    link.click()
+    tab.get_by_role("link", name="rebuild · ").wait_for()
+    assert "/runs" in tab.url
+
+
+def test_rewards_of_two_runs_are_drawn_in_one_chart(shown: Shown, tab: Any, picture: Any) -> None:
+    tab.goto(f"{shown.url}{page(shown.seen.id, REINFORCEMENT)}&compareRunsMode=CHART")
+    chart = tab.locator("[data-testid='experiment-view-compare-runs-card']").filter(has_text="reward/mean").first
+    chart.wait_for()
+    chart.locator(".scatterlayer .trace").nth(1).wait_for(state="attached")
+    first = tab.locator("[data-testid='experiment-view-compare-runs-card']").first
+    assert "reward/mean" in first.inner_text()
+    picture("charts")
+
+
+def test_samples_are_a_table_by_prompt(shown: Shown, tab: Any, picture: Any) -> None:
+    tab.goto(f"{shown.url}{page(shown.seen.id, REINFORCEMENT)}&compareRunsMode=ARTIFACT")
+    picture("samples")
+    tab.get_by_text("Group by: prompt").wait_for()
+    assert tab.get_by_text("Compare: completion").is_visible()
+    tab.get_by_text("no tool").nth(1).wait_for()  # what both runs wrote
+    picture("samples")
+
+
+def test_the_best_version_of_a_model_is_marked(shown: Shown, tab: Any, picture: Any) -> None:
+    tab.goto(f"{shown.url}#/models/minimind-agent")
+    tab.get_by_role("link", name="Version 2").wait_for()
+    old, new = (tab.get_by_role("row").filter(has_text=f"Version {number}").inner_text() for number in (1, 2))
+    assert "best" in new and "eval.tool_success\n: 0.6" in new
+    assert "best" not in old and "eval.tool_success\n: 0.3" in old
+    picture("model")
+
+
+def test_an_episode_is_a_trace_of_turns_and_tool_calls(shown: Shown, tab: Any, picture: Any) -> None:
+    trace = shown.seen.traces()[0].info
+    address = f"#/experiments/{shown.seen.id}/traces?workflowType=machine_learning&selectedEvaluationId={trace.trace_id}"
+    tab.goto(f"{shown.url}{address}")
+    for span in ("agent episode", "turn 1", "calculate", "turn 2"):
+        tab.get_by_text(span, exact=True).first.wait_for()
+    tab.get_by_text("calculate", exact=True).first.click()
+    tab.get_by_text("2*3", exact=False).first.wait_for()
+    picture("trace")
+
+
+def test_a_rebuild_lists_its_stages(shown: Shown, tab: Any, picture: Any) -> None:
+    (rebuild,) = shown.seen.rebuilds()
+    tab.goto(f"{shown.url}#/experiments/{shown.seen.id}/runs/{rebuild.info.run_id}?workflowType=machine_learning")
+    tab.get_by_text("in this rebuild").wait_for()
+    tab.get_by_text("Finished").first.wait_for()
+    picture("rebuild")
