@@ -157,7 +157,7 @@ def test_the_limit_follows_runtime_gpus() -> None:
 
 def test_stages_with_a_model_take_a_gpu() -> None:
     stages = set(read_yaml(ROOT / "dvc.yaml")["stages"])
-    assert stages - TRAINING == {"code", "data", "tokenizer", "encode", "eval"} and TRAINING < stages
+    assert stages - TRAINING == {"code", "data", "tokenizer", "encode", "eval", "gate"} and TRAINING < stages
 
 
 def test_automations_are_made_once() -> None:
