@@ -130,7 +130,8 @@ def replay_step(
         agreement.print_replayed(replayed, rows=rows)
     if replayed.apart:
         raise PipelineError(agreement.summary(replayed))
-    typer.echo(agreement.summary(replayed), err=as_json)
+    if not as_json:
+        typer.echo(agreement.summary(replayed))
 
 
 @app.command()

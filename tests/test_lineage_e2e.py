@@ -212,6 +212,12 @@ def test_status_and_cost_know_every_stage(lineage: Lineage) -> None:
     assert costs["pretrain"]["tokens"] == max(line["metrics"].get("train/tokens_seen", 0) for line in steps) > 0
 
 
+@pytest.mark.parametrize("stage", ["ppo", "grpo", "agent"])
+def test_logged_steps_can_be_replayed(lineage: Lineage, stage: str) -> None:
+    said = lineage.project.check(*COMMANDS, "replay-step", stage, "2").splitlines()[-1]
+    assert said.startswith(f"{stage} step 2, replayed from ") and " agree within 1e-06 " in said, said
+
+
 # Declared = real
 
 
