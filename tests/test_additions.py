@@ -372,6 +372,41 @@ def test_wherever_the_feeder_is_interrupted_a_replay_leaves_all_once(
     assert len(seen.rebuilds()) == 1 and len(seen.models()) == at and len(seen.versions()) == at and len(seen.traces()) == 2 * at
 
 
+# Views
+
+
+def test_the_experiment_has_saved_views_which_stay_as_people_change_them(workspace: Path) -> None:
+    from mlflow.utils.validation import MAX_EXPERIMENT_TAG_VAL_LENGTH
+
+    from pipeline.lineage.headlines import HEADLINES
+
+    folder = train(workspace)
+    feed(folder)
+    seen = Seen(workspace.name)
+    tags = seen.client.get_experiment(seen.id).tags
+    assert tags["mlflow.experimentKind"] == "custom_model_development"
+    views = {key: json.loads(value) for key, value in tags.items() if key.startswith("mlflow.sharedViewState.")}
+    assert {view["name"] for view in views.values()} == {"Lineage", "Reinforcement", "Supervised"}
+    assert all(len(value) < MAX_EXPERIMENT_TAG_VAL_LENGTH for value in tags.values())
+    lineage, *charted = (json.loads(view["state"]) for view in views.values())
+    assert {f"metrics.`{next(iter(metrics))}`" for metrics in HEADLINES.values()} <= set(lineage["selectedColumns"])
+    for state in charted:
+        sections = {section["uuid"] for section in state["compareRunSections"]}
+        assert {chart["metricSectionId"] for chart in state["compareRunCharts"]} == sections
+        assert set(state["selectedColumns"]) <= set(state["columnOrder"])
+        assert seen.client.search_runs([seen.id], state["searchFilter"]) is not None  # MLflow understands it
+    seen.client.set_experiment_tag(seen.id, "mlflow.sharedViewState.lineage", "mine")
+    feed(folder)
+    assert seen.client.get_experiment(seen.id).tags["mlflow.sharedViewState.lineage"] == "mine"
+
+
+@pytest.mark.parametrize(("options", "port"), [([], "5000"), (["--port", "5001"], "5001"), (["-p", "1", "--port=2"], "2")])
+def test_the_address_names_the_port_that_mlflow_takes(options: list[str], port: str) -> None:
+    from pipeline.tracking.ui import _port
+
+    assert _port(options) == port
+
+
 # Load
 
 

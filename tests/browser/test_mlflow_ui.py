@@ -102,9 +102,7 @@ def tab(shown: Shown) -> Iterator[Any]:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         tab = browser.new_page(viewport={"width": 1600, "height": 1000})
         tab.set_default_timeout(PATIENCE_MS)
-        tab.add_init_script(
-            "localStorage.setItem('mlflow.assistant.panelOpen_v1', 'false')"
-        )  # it would cover a third of the page
+        tab.add_init_script("localStorage.setItem('mlflow.assistant.fab.autoOpenedOnFirstLoad_v1', 'true')")
         tab.route("**/*", lambda route: route.continue_() if route.request.url.startswith(shown.url) else route.abort())
         yield tab
         browser.close()
@@ -160,9 +158,8 @@ def test_rewards_of_two_runs_are_drawn_in_one_chart(shown: Shown, tab: Any, pict
 
 def test_samples_are_a_table_by_prompt(shown: Shown, tab: Any, picture: Any) -> None:
     tab.goto(f"{shown.url}{page(shown.seen.id, REINFORCEMENT)}&compareRunsMode=ARTIFACT")
-    picture("samples")
-    tab.get_by_text("Group by: prompt").wait_for()
-    assert tab.get_by_text("Compare: completion").is_visible()
+    tab.locator("button", has_text="Group by:").filter(has_text="prompt").wait_for()
+    assert tab.locator("button", has_text="Compare:").filter(has_text="completion").is_visible()
     tab.get_by_text("no tool").nth(1).wait_for()  # what both runs wrote
     picture("samples")
 
