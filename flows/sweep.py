@@ -136,11 +136,12 @@ def _run_all(members: Sequence[Member], stage: str, concurrency: int, workspace:
             running[name] = member, run_member.submit(name, stage, member.overrides, workspace)
         for name, (member, future) in list(running.items()):
             future.wait(timeout=POLL_S)
-            if future.state.is_completed():
+            state = future.state  # once: it may change while it is looked at
+            if state.is_completed():
                 ended.append(replace(member, finished=future.result()))
                 del running[name]
-            elif future.state.is_final():
-                ended.append(replace(member, error=future.state.message or str(future.state.name)))
+            elif state.is_final():
+                ended.append(replace(member, error=state.message or str(state.name)))
                 del running[name]
 
 
