@@ -6,13 +6,13 @@ INTEROP := .venv/.interop
 
 export PATH := $(BIN):$(PATH)
 
-.PHONY: setup repro test check faults interop flows ui
+.PHONY: setup repro test check faults interop browser flows ui
 
 repro: $(INSTALLED)  ## bring every stage up to date
 	$(BIN)/dvc repro
 
-test: check  ## everything that must hold before a change lands
-	$(BIN)/python -m pytest
+test: check  ## everything that must hold before a change lands, a process per core
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 check: $(INSTALLED)  ## layout, lint, types
 	$(BIN)/ruff format --check --quiet .
@@ -24,6 +24,10 @@ faults: $(INSTALLED)  ## kills, full disks, dead servers: half an hour
 
 interop: $(INTEROP)  ## the losses against trl, the adapters against peft
 	$(BIN)/python -m pytest tests/test_oracles.py tests/test_lora.py
+
+browser: $(INSTALLED)  ## the HTML pages in headless Chromium, installed from Debian where it is missing
+	command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium; }
+	$(BIN)/python -m pytest -m browser
 
 flows: $(INSTALLED)  ## Prefect server, worker and the deployments minimind/<stage>, until Ctrl-C
 	$(BIN)/python -m flows.local

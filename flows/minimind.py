@@ -16,7 +16,7 @@ from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from flows.automations import FLOW, Restarts
 from flows.experiments import run_experiment
-from flows.rebuild import Ran, Workspace, bring_up_all
+from flows.rebuild import Ran, TimeLimit, Workspace, bring_up_all
 from flows.report import publish
 from pipeline.lineage.plan import read_plan
 from pipeline.supervise.ancestry import Ancestor, watched
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @flow(name=FLOW, task_runner=cast(TaskRunner[Any], ThreadPoolTaskRunner()), persist_result=False)
 def minimind(
-    stage: str = "all", overrides: list[str] | None = None, timeout_s: float | None = None, restarts: Restarts = 0
+    stage: str = "all", overrides: list[str] | None = None, timeout_s: TimeLimit | None = None, restarts: Restarts = 0
 ) -> None:
     """Brings a stage and everything before it up to date; with overrides, in an isolated copy, as a DVC experiment.
 

@@ -8,12 +8,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.futures import PrefectFuture
 from prefect.tasks import exponential_backoff
+from pydantic import Field
 
 from flows.gpus import gpu_slots
 from pipeline.errors import PipelineError
@@ -21,10 +22,12 @@ from pipeline.lineage.execute import TIMED_OUT, Outcome, bring_up
 from pipeline.lineage.plan import Planned, Verdict, read_plan
 from pipeline.lineage.sharing import sole_runner
 
-FINAL_CODES = {2, 3, 4, 7, TIMED_OUT}
+FINAL_CODES = {2, 3, 4, 7, 8, TIMED_OUT}
 """Configuration, data, numerics, a full disk, and a time limit: another attempt would end the same way. Memory (5) is not among
 them, because it is often a neighbour's fault and a retry goes on from the last save."""
 LOG_EVERY_S = 2.0
+TimeLimit = Annotated[float, Field(gt=0, description="Seconds that an attempt at a stage may last before it saves and fails.")]
+"""A parameter of every flow: Prefect refuses a run whose limit no attempt could keep."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 from flows.automations import FLOW, Restarts
 from flows.experiments import Finished, run_experiment
 from flows.minimind import terminated_with_worker
-from flows.rebuild import Workspace
+from flows.rebuild import TimeLimit, Workspace
 from flows.report import artifact_key, cell, leave, link, number, ui_hint
 from pipeline.errors import ParamsError
 from pipeline.lineage.experiment import Experiment, describe
@@ -53,7 +53,7 @@ def sweep(
     metric: str | None = None,
     goal: Goal | None = None,
     concurrency: int = 1,
-    timeout_s: float | None = None,
+    timeout_s: TimeLimit | None = None,
     restarts: Restarts = 0,
 ) -> None:
     """Runs every combination of the grid as an experiment, and names the best.

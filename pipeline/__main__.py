@@ -10,6 +10,8 @@ import typer
 from pipeline.errors import ParamsError, PipelineError
 from pipeline.lineage.profiles import use_profile
 from pipeline.params import load_params
+from pipeline.tracking.home import home
+from pipeline.tracking.leftovers import KEEP_DAYS
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -39,12 +41,50 @@ def check() -> None:
 @app.command()
 def plan(
     targets: Annotated[list[str] | None, typer.Argument(help="stages to bring up to date; all when left out")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="KEY=VALUE in place of what params.yaml has; repeatable")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
 ) -> None:
-    """Say which stages `dvc repro` would run, and why."""
+    """Say which stages `dvc repro` would run, why, and how long that may take."""
+    from pipeline.lineage.overrides import check_overrides, parse_overrides
     from pipeline.lineage.plan import read_plan  # imports DVC
+    from pipeline.reading.forecast import as_json as json_of
+    from pipeline.reading.forecast import as_text, forecast
 
-    for planned in read_plan(Path.cwd(), targets or ()):
-        typer.echo(f"{planned.stage:<16} {planned.verdict:<10} {'; '.join(planned.causes)}".rstrip())
+    overrides = parse_overrides(set_ or [])
+    check_overrides(Path.cwd(), overrides)
+    forecasts = forecast(read_plan(Path.cwd(), targets or (), overrides=overrides), home(Path.cwd()))
+    for line in [json_of(forecasts)] if as_json else as_text(forecasts):
+        typer.echo(line)
+
+
+@app.command()
+def status(as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False) -> None:
+    """Show the lineage as a tree: state, age, key metric and run of every stage."""
+    from pipeline.lineage.plan import read_plan  # imports DVC
+    from pipeline.reading.status import as_json as json_of
+    from pipeline.reading.status import print_status
+    from pipeline.reading.status import status as states_of
+
+    states = states_of(read_plan(Path.cwd()), Path.cwd(), home(Path.cwd()))
+    if as_json:
+        typer.echo(json_of(states))
+    else:
+        print_status(states)
+
+
+@app.command()
+def cost(
+    target: Annotated[str | None, typer.Argument(help="a stage; all stages when left out")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
+) -> None:
+    """Add up what a model's lineage cost: time, tokens, energy; and what the last rebuild did not have to run again."""
+    from pipeline.reading import cost as command
+
+    costs = command.bill(Path.cwd(), home(Path.cwd()), target)
+    for line in [command.as_json(costs)] if as_json else command.as_text(costs):
+        typer.echo(line)
 
 
 @app.command()
@@ -68,10 +108,38 @@ def replay(
         typer.echo(line)
 
 
+@app.command("replay-step")
+def replay_step(
+    run: Annotated[str, typer.Argument(help="a run folder, a stage (its newest run) or the id of an MLflow run")],
+    step: Annotated[int, typer.Argument(help="a logged step, from 1", min=1)],
+    rows: Annotated[bool, typer.Option("--rows", help="every completion with its reward, terms and advantage, too")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
+) -> None:
+    """Compute a step of ppo, grpo or agent again from what it sampled, and compare it with the record."""
+    from pipeline.reading import agreement
+    from pipeline.reading import replayed as command
+    from pipeline.tracking.records import find_runs
+    from stages import agent, grpo, ppo
+
+    scripts = {"ppo": ppo.open_task, "grpo": grpo.open_task, "agent": agent.open_task}
+    (folder,) = find_runs(home(Path.cwd()), [run])
+    replayed = command.replay_step(Path.cwd(), home(Path.cwd()), folder, step, scripts)
+    if as_json:
+        typer.echo(agreement.as_json(replayed, rows=rows))
+    else:
+        agreement.print_replayed(replayed, rows=rows)
+    if replayed.apart:
+        raise PipelineError(agreement.summary(replayed))
+    if not as_json:
+        typer.echo(agreement.summary(replayed))
+
+
 @app.command()
 def gc(
-    keep: Annotated[int, typer.Option(help="finished runs of each stage that keep samples and logs", min=1)] = 5,
-    days: Annotated[float, typer.Option(help="unfinished runs and caches stay this long after their last use", min=0)] = 14,
+    keep: Annotated[int, typer.Option(help="finished runs of each stage that keep samples, rollouts and logs", min=1)] = 5,
+    days: Annotated[
+        float, typer.Option(help="unfinished runs and caches stay this long after their last use", min=0)
+    ] = KEEP_DAYS,
     records: Annotated[bool, typer.Option("--records", help="finished runs beyond `keep` go with their records")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="remove it; without this nothing is removed")] = False,
 ) -> None:
@@ -83,18 +151,69 @@ def gc(
         typer.echo(line)
 
 
+Html = Annotated[Path | None, typer.Option("--html", metavar="PAGE", help="write it as one self-contained page, with curves")]
+
+
 @app.command()
 def whence(
     file: Annotated[Path, typer.Argument(help="a checkpoint, or anything else that a stage wrote, under any name")],
     as_json: Annotated[bool, typer.Option("--json", help="everything, for programs")] = False,
+    html: Html = None,
 ) -> None:
     """Say where a file came from: stage, commit, parameters, parents up to the corpus, run, evaluation."""
     from pipeline.lineage import whence as command
-    from pipeline.tracking.home import home
 
     origin = command.whence(file, Path.cwd(), home(Path.cwd()) / ".runs")
+    if html is not None:
+        from pipeline.pages.page import write_page
+        from pipeline.pages.whence_page import whence_page
+
+        typer.echo(write_page(html, whence_page(origin, Path.cwd())))
+        return
     for line in [command.as_json(origin)] if as_json else command.as_text(origin):
         typer.echo(line)
+
+
+@app.command()
+def doctor(
+    run: Annotated[str | None, typer.Argument(help="a run folder, a stage (its newest run) or the id of an MLflow run")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="everything, for programs")] = False,
+) -> None:
+    """Say what is wrong with a run, or with machine, repository and the newest runs, and how to mend it; 1 if it is a problem."""
+    from pipeline.reading import doctor as command
+    from pipeline.tracking.records import find_runs
+
+    root, runs = Path.cwd(), home(Path.cwd())
+    folders = find_runs(runs, [run]) if run else command.newest_runs(runs)
+    lines = [] if run else list(command.checkup(root, runs))
+    diagnoses = [command.diagnose_run(folder, root, runs) for folder in folders]
+    for line in [command.as_json(lines, diagnoses)] if as_json else [*lines, *(x for d in diagnoses for x in d.lines())]:
+        typer.echo(line)
+    raise typer.Exit(int(command.has_problem(lines, diagnoses)))
+
+
+@app.command()
+def compare(
+    things: Annotated[list[str], typer.Argument(help="run folders, stages, ids of MLflow runs, DVC experiments, files")],
+    stage: Annotated[str | None, typer.Option(help="whose run is meant of experiments")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="everything, for programs")] = False,
+    html: Html = None,
+) -> None:
+    """Say how runs differ: configuration, metrics, samples, and whether other seeds differ as much."""
+    from pipeline.reading import compare as command
+
+    comparison = command.compare(Path.cwd(), home(Path.cwd()), things, stage)
+    if html is not None:
+        from pipeline.pages.compare_page import compare_page
+        from pipeline.pages.page import write_page
+
+        typer.echo(write_page(html, compare_page(comparison)))
+    elif as_json:
+        typer.echo(command.as_json(comparison))
+    else:
+        from pipeline.reading.compare_text import print_comparison
+
+        print_comparison(comparison)
 
 
 Model = Annotated[str, typer.Argument(help="pretrain, full_sft, lora, dpo, ppo, grpo or agent")]

@@ -32,6 +32,12 @@ class NumericsError(PipelineError):
     exit_code = 4
 
 
+class GuardError(PipelineError):
+    """`runtime.guard: stop` found a problem in what a run measured."""
+
+    exit_code = 4
+
+
 class OutOfMemoryError(PipelineError):
     """The device ran out of memory; the line names the parameter to lower."""
 
@@ -44,7 +50,13 @@ class HeldError(PipelineError):
     exit_code = 6
 
 
+class GateError(PipelineError):
+    """A model is worse than the one it started from, and `eval.gate` forbids that."""
+
+    exit_code = 7
+
+
 class DiskSpaceError(PipelineError):
     """The disk has no room for what a stage writes."""
 
-    exit_code = 7
+    exit_code = 8

@@ -113,9 +113,9 @@ def test_docstring_next_to_nothing_counts_as_pass(project: Path) -> None:
 
 
 def test_hashing_this_project_is_quick_complete_and_repeatable(root: Path, tmp_path: Path) -> None:
-    start = time.perf_counter()
+    start = time.process_time()  # what others do on this machine does not count
     write_code_hashes(root, tmp_path / "a")
-    assert time.perf_counter() - start < 5  # about 0.6 s on an idle core
+    assert time.process_time() - start < 5  # about 0.6 s
     other = "from pathlib import Path\nfrom pipeline.lineage.code_hash import write_code_hashes as w\nimport sys\n"
     other += "w(Path.cwd(), Path(sys.argv[1]))\nprint('torch' in sys.modules)"
     done = subprocess.run(
@@ -158,9 +158,10 @@ def test_left_out_modules_exist(root: Path) -> None:
 
 UNHASHED_NAMES = {
     "pipeline": {"environment"},
-    "pipeline.errors": {"DataError", "NumericsError", "ParamsError", "PipelineError"},
+    "pipeline.errors": {"DataError", "GateError", "NumericsError", "ParamsError", "PipelineError"},
     "pipeline.lineage.code_hash": {"write_code_hashes"},
     "pipeline.lineage.declaration": {"declaration"},
+    "pipeline.lineage.rows": {"remember_rows"},
     "pipeline.params": {"load_params"},
     "pipeline.params.schema": {
         name for name, value in vars(schema).items() if isinstance(value, type)

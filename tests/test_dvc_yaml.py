@@ -16,12 +16,14 @@ os.environ["DVC_NO_ANALYTICS"] = "1"
 from dvc.dependency import ParamsDependency
 from dvc.repo import Repo
 
+from pipeline.lineage.declaration import is_recorded
+
 ROOT = Path(__file__).resolve().parents[1]
 yaml = YAML(typ="safe", pure=True)
 TRAINING = ("pretrain", "full_sft", "lora", "dpo", "reward", "ppo", "grpo", "agent")
 SETS = ("pretrain", "full_sft", "lora", "dpo", "rlaif", "agent")
 ENCODED = ("pretrain", "full_sft", "lora", "dpo")
-STAGES = {"code", "tokenizer", "eval", *TRAINING, *(f"data@{s}" for s in SETS), *(f"encode@{s}" for s in ENCODED)}
+STAGES = {"code", "tokenizer", "eval", "gate", *TRAINING, *(f"data@{s}" for s in SETS), *(f"encode@{s}" for s in ENCODED)}
 
 # Written by hand from what each value means; the most specific prefix counts.
 DIRECT = {
@@ -34,6 +36,7 @@ DIRECT = {
     "tokenizer": {"tokenizer"},
     "model": {"pretrain"},
     **{name: {name} for name in (*TRAINING, "eval")},
+    "eval.gate": {"gate"},
     **{f"{name}.max_seq_len": {f"encode@{name}"} for name in ENCODED},
     "reward.external": {"ppo", "grpo", "agent", "eval"},
     "rewards": {"ppo", "grpo", "agent", "eval"},
@@ -269,3 +272,31 @@ def test_dvc_reruns_the_stages_that_list_a_key_and_all_that_follow(scratch: Path
         dvc(scratch, "repro", "-q")
         wanted = lineage.downstream(set().union(*map(expected, keys)))
         assert set((scratch / "ran.txt").read_text().split()) == wanted, keys
+
+
+def test_a_lock_file_that_dvc_is_writing_for_a_sibling_ends_no_stage(tmp_path: Path) -> None:
+    lock = """schema: '2.0'
+stages:
+  grpo:
+    cmd: exec python -m stages.grpo
+    deps:
+    - path: data/code/grpo.json
+      hash: md5
+      md5: aaaa
+      size: 3
+    params:
+      params.yaml:
+        grpo.lr: 0.0001
+    outs:
+    - path: checkpoints/grpo.pth
+      md5: bbbb
+"""
+    path = tmp_path / "dvc.lock"
+    known = []
+    for size in range(len(lock) + 1):
+        path.write_text(lock[:size])
+        known.append(is_recorded("grpo", {"grpo": {"lr": 1e-4}}, {"data/code/grpo.json": "aaaa"}, path))
+    assert known[-1] and not any(known[: lock.index("0.0001")])
+    assert not is_recorded("grpo", {"grpo": {"lr": 2e-4}}, {"data/code/grpo.json": "aaaa"}, path)
+    assert not is_recorded("grpo", {"grpo": {"lr": 1e-4}}, {"data/code/grpo.json": "cccc"}, path)
+    assert not is_recorded("grpo", {"grpo": {"lr": 1e-4}}, {}, tmp_path / "none")

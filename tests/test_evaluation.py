@@ -18,10 +18,11 @@ from pipeline.data.batches import PairBatches, SupervisedBatches
 from pipeline.data.prompts import PromptTask
 from pipeline.evaluation import examiner as examiner_module
 from pipeline.evaluation import report as report_module
+from pipeline.evaluation.catalogue import METRICS, PARENTS
 from pipeline.evaluation.examiner import MODELS, measure_all, open_held_out, open_panel
 from pipeline.evaluation.panel import Examination, Examiner, Panel, Question, RowValues, calls_valid, normalised, questions_of
 from pipeline.evaluation.report import CURVES, draw_curves, markdown, metrics_tree, write_report
-from pipeline.evaluation.results import METRICS, PARENTS, cached, estimates_of, verdicts_of
+from pipeline.evaluation.results import cached, estimates_of, verdicts_of
 from pipeline.evaluation.statistics import Estimate, mean, proportion, ratio, verdict
 from pipeline.model.heads import RewardModel
 from pipeline.model.lora import add_lora, lora_state_dict
@@ -157,7 +158,7 @@ def test_questions_are_single_turns_with_one_right_form(tokenizer: Tokenizer) ->
 
 def make_eval(**changes: Any) -> Eval:
     shape = {"seed": 3, "panel_rows": 5, "temperature": 0.7, "thinking_ratio": 0.5, "max_new_tokens": 12, "max_turns": 3}
-    return Eval(**(shape | {"batch_size": 4, "confidence": 0.95} | changes))
+    return Eval(**(shape | {"batch_size": 4, "confidence": 0.95, "gate": None} | changes))
 
 
 REWARDS = Rewards(

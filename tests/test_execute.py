@@ -128,6 +128,16 @@ def test_what_the_stage_recorded_is_its_outcome_and_an_older_record_is_not(proje
     assert "not finite" in old and Running(project, "noisy").end() == Outcome(1, "noisy: nothing recorded")
 
 
+def test_a_record_of_a_clock_that_went_wrong_is_not_taken_for_this_attempts(project: Path) -> None:
+    """Of an earlier attempt: numerics (4) would not be tried again, and a killed trainer is."""
+    exit_file = project / ".runs/slow/exit.json"
+    exit_file.parent.mkdir(parents=True)
+    exit_file.write_text(f'{{"code": 4, "reason": "not finite", "time_s": {time.time() + 1e6}}}')
+    running = Running(project, "slow")
+    running.trainer().kill()
+    assert running.end() == Outcome(None, "killed by SIGKILL")
+
+
 def test_a_mistake_in_params_has_its_line(project: Path) -> None:
     (project / "dvc.yaml").write_text(f"stages:\n  early:\n    cmd: exec {sys.executable} early.py\n    outs: [early.out]\n")
     (project / "early.py").write_text(
@@ -209,3 +219,43 @@ def test_a_stage_that_ends_while_dvc_is_busy_elsewhere_is_recorded_and_not_run_a
         time.sleep(4)
     assert running.end() == Outcome(0, "up to date")
     assert running.lines.count("line 1") == 1 and "slow.out" in (project / "dvc.lock").read_text()
+
+
+def test_a_stop_lets_dvc_take_over_what_a_stage_made(project: Path) -> None:
+    from dvc.repo import Repo
+
+    running = Running(project, "slow")
+    trainer = running.trainer()
+    with Repo(str(project)).lock:
+        (project / "enough").touch()
+        trainer.wait(30)
+        running.stop.set()
+        time.sleep(1)
+    assert running.end() == Outcome(0, "up to date") and "slow.out" in (project / "dvc.lock").read_text()
+
+
+@pytest.mark.parametrize(("file", "text", "named"), [("params.yaml", "t: {lr: 2, n: 1}", "t.lr"), ("rows", "more", "rows")])
+def test_what_is_edited_while_a_stage_runs_is_not_recorded_with_what_the_old_made(
+    project: Path, file: str, text: str, named: str
+) -> None:
+    """DVC reads parameters and inputs once more when the command has ended."""
+    (project / "dvc.yaml").write_text(
+        f"stages:\n  slow:\n    cmd: exec {sys.executable} trainer.py slow\n"
+        "    deps: [rows]\n    params: [t.lr]\n    outs: [slow.out]\n"
+    )
+    (project / "params.yaml").write_text("t: {lr: 1, n: 1}")
+    (project / "rows").write_text("few")
+    running = Running(project, "slow")
+    running.trainer()
+    (project / file).write_text(text)
+    (project / "enough").touch()
+    outcome = running.end()
+    assert outcome.code == 1 and outcome.reason.startswith(f"{named}: changed while the stage ran, and DVC would record")
+    assert not (project / "dvc.lock").exists()
+
+    (project / "enough").unlink()
+    again = Running(project, "slow")
+    again.trainer()
+    (project / "params.yaml").write_text(f"t: {{lr: {2 if file == 'params.yaml' else 1}, n: 2}}")  # nothing to this stage
+    (project / "enough").touch()
+    assert again.end() == Outcome(0, "up to date")

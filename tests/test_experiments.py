@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 import small_lineage
 from small_lineage import dvc, git, ran
 
-from pipeline.errors import DataError, ParamsError
+from pipeline.errors import DataError, ParamsError, PipelineError
 from pipeline.lineage.execute import bring_up
 from pipeline.lineage.experiment import Experiment, open_experiment
 from pipeline.lineage.overrides import check_overrides, parse_overrides, slug, write_overrides
@@ -45,6 +47,7 @@ def test_values_are_yaml_and_names_are_short() -> None:
         ("grpo.lr.x=1", "override: grpo.lr.x: grpo.lr has no keys below it"),
         ("grpo.lr", "override 'grpo.lr': must be KEY=VALUE"),
         ("grpo.lr=[1", "override 'grpo.lr=[1': the value is not YAML"),
+        ("grpo.lr=" + "[" * 1200, "[': the value is not YAML"),
         ("reward.external=nowhere", "reward.external='nowhere': no such folder"),
     ],
 )
@@ -154,6 +157,68 @@ def test_a_source_that_git_ignores_is_taken_along_and_an_absent_one_named(lineag
         open_experiment(lineage, "grop", ["grpo.lr=1"], threading.Event()),
     ):
         pass
+
+
+def test_a_copy_that_is_gone_on_with_has_the_sources_as_they_are_now(lineage: Path) -> None:
+    """After a fault in the data, say: an editor puts a new file in the place of the old one."""
+    rows = lineage / "data/raw/rows.jsonl"
+
+    def source_of_the_copy() -> str:
+        with open_experiment(lineage, "base", ["pretrain.lr=3e-3"], threading.Event()) as experiment:
+            return (experiment.workspace / "data/raw/rows.jsonl").read_text()
+
+    assert source_of_the_copy() == "{}\n"
+    rows.unlink()
+    rows.write_text('{"mended": true}\n')
+    assert source_of_the_copy() == '{"mended": true}\n'
+    rows.write_text("{}\n")
+
+
+def test_edits_of_any_kind_reach_the_copy(lineage: Path) -> None:
+    (lineage / "metrics/README.md").unlink()
+    (lineage / "metrics/README.md").mkdir()
+    (lineage / "metrics/README.md/new").write_text("file became folder")
+    (lineage / "stages/run.py").rename(lineage / "run.py")
+    (lineage / "stages/__init__.py").unlink()
+    shutil.rmtree(lineage / "stages/__pycache__", ignore_errors=True)
+    (lineage / "stages").rmdir()
+    (lineage / "run.py").rename(lineage / "stages")
+    named_otherwise = os.fsencode(lineage) + b"/caf\xe9"
+    with open(named_otherwise, "w") as file:
+        file.write("no UTF-8")
+    try:
+        with open_experiment(lineage, "code", ["pretrain.lr=4e-3"], threading.Event()) as experiment:
+            assert (experiment.workspace / "metrics/README.md/new").exists() and (experiment.workspace / "stages").is_file()
+            assert os.path.exists(os.fsencode(experiment.workspace) + b"/caf\xe9")
+    finally:
+        os.unlink(named_otherwise)
+        (lineage / "stages").unlink()
+        shutil.rmtree(lineage / "metrics/README.md")
+        git(lineage, "reset", "--quiet", "--hard")
+
+
+def test_what_a_workspace_lacks_is_one_line(lineage: Path) -> None:
+    def fault(**files: str | None) -> str:
+        before = {name: (lineage / name).read_text() for name in ("params.yaml", "dvc.yaml")}
+        for name, text in files.items():
+            (lineage / f"{name}.yaml").unlink()
+            if text is not None:
+                (lineage / f"{name}.yaml").write_text(text)
+        try:
+            with pytest.raises(PipelineError) as caught, open_experiment(lineage, "base", ["pretrain.lr=1"], threading.Event()):
+                pass
+        finally:
+            for name, text in before.items():
+                (lineage / name).write_text(text)
+        (line,) = caught.value.lines
+        return line
+
+    dvc_yaml = (lineage / "dvc.yaml").read_text()
+    assert "params.yaml: no such file" in fault(params=None)
+    assert "params.yaml: must be a mapping of sections" in fault(params="")
+    assert "YAML file structure is corrupted" in fault(dvc="stages: [")
+    line = fault(dvc=dvc_yaml.replace("data/raw/rows.jsonl", "../rows.jsonl"))
+    assert line == "../rows.jsonl: stage base reads it, but it leads elsewhere from an isolated copy; give its absolute path"
 
 
 @pytest.mark.faults

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from prefect import get_client
+from prefect.exceptions import ParameterTypeError
 from prefect.testing.utilities import prefect_test_harness
 
 from flows import minimind as flows
@@ -119,6 +120,13 @@ def test_a_time_limit_fails_the_stage_without_another_attempt(project: Path) -> 
     assert (project / ".runs/left/output.log").read_text().count("failed to reproduce 'left'") <= 1
 
 
+@pytest.mark.parametrize("limit", [0.0, -5.0, float("nan")])
+def test_a_time_limit_that_no_attempt_could_keep_is_refused(project: Path, limit: float) -> None:
+    with pytest.raises(ParameterTypeError, match="timeout_s.*greater than 0"):
+        minimind("base", timeout_s=limit)
+    assert not (project / "ran").exists()
+
+
 def test_more_ranks_than_gpus_are_refused(project: Path) -> None:
     params = read_yaml(ROOT / "params.yaml")
     params["runtime"]["ranks"] = 3
@@ -149,7 +157,7 @@ def test_the_limit_follows_runtime_gpus() -> None:
 
 def test_stages_with_a_model_take_a_gpu() -> None:
     stages = set(read_yaml(ROOT / "dvc.yaml")["stages"])
-    assert stages - TRAINING == {"code", "data", "tokenizer", "encode", "eval"} and TRAINING < stages
+    assert stages - TRAINING == {"code", "data", "tokenizer", "encode", "eval", "gate"} and TRAINING < stages
 
 
 def test_automations_are_made_once() -> None:

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,49 @@ def test_what_an_experiments_copy_has_made_stays_while_the_copy_does(root: Path)
     assert repro(root) == []
 
 
+def test_what_a_stash_needs_stays(root: Path) -> None:
+    train(root, "one\n", commit=True)
+    train(root, "stashed\n", commit=False)
+    run(root, "git", "stash", "--quiet")
+    train(root, "one\n", commit=False)
+    list(collect(root, LIMITS, remove=True))
+    run(root, "git", "checkout", "--quiet", ".")
+    run(root, "git", "stash", "pop", "--quiet")
+    (root / "ran.txt").unlink()
+    repro(root)
+    assert (root / "weights").read_text() == "stashed\n" and not (root / "ran.txt").exists()
+
+
+def test_a_cache_that_others_may_share_is_left_alone(root: Path, tmp_path: Path) -> None:
+    """As that of an experiment's copy, in which somebody may give the command."""
+    (root / ".dvc" / "config.local").write_text(f"[cache]\n    dir = {tmp_path}/shared\n")
+    train(root, "one\n", commit=True)
+    foreign = tmp_path / "shared" / "files" / "md5" / "00" / ("0" * 30)
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text("of another repository")
+    list(collect(root, LIMITS, remove=True))
+    assert foreign.exists()
+
+
+def test_a_copy_that_came_into_use_since_the_listing_keeps_its_objects(root: Path) -> None:
+    train(root, "one\n", commit=True)
+    copy = root / ".runs" / "experiments" / "lr" / "workspace"
+    copy.parent.mkdir(parents=True)
+    run(root, "git", "clone", "-q", str(root), str(copy))
+    (copy / ".dvc" / "config.local").write_text(f"[cache]\n    dir = {root}/.dvc/cache\n    type = hardlink\n")
+    train(copy, "other\n", commit=False)
+    (copy.parent / "lock").touch()
+    for path in copy.parent.iterdir():
+        os.utime(path, (1, 1))
+    lines = collect(root, LIMITS, remove=True)
+    next(lines)  # all has been listed, the copy among what goes
+    with hold(copy.parent / "lock", wait=False):
+        list(lines)
+        with chdir(copy), Repo() as repo:
+            assert repo.status() == {} and not repo.used_objs().keys() - {None}
+            assert all(Path(repo.cache.local.oid_to_path(each.value)).exists() for each in repo.used_objs()[None])
+
+
 def test_a_cache_at_work_is_one_line(root: Path) -> None:
     train(root, "one\n", commit=True)
     with Repo(str(root)).lock, pytest.raises(PipelineError, match="another DVC command is at work"):
@@ -153,8 +196,11 @@ def record(root: Path, stage: str, key: str, number: int, *, code: int | None, a
     folder.path.mkdir(parents=True)
     write_json(folder.about, {"attempt": 1, "stage": stage})
     write_json(folder.feeder_note, {"run_id": "r", "tracking_uri": "u", "complete": 1})
-    for path in (folder.metrics, folder.samples, folder.feeder_log, folder.state(3), folder.commit(3), folder.lock):
+    for path in (folder.metrics, folder.samples, folder.feeder_log, folder.state(3), folder.commit(3)):
         path.write_text(path.name * 10)
+    folder.lock.write_text(str(os.getpid()))
+    folder.rollouts.mkdir()
+    folder.rollout(3).write_text("x" * 70)
     if code is not None:
         write_json(folder.exit, {"code": code})
     for path in folder.path.iterdir():
@@ -196,17 +242,94 @@ def test_runs_are_bounded_and_records_stay(root: Path) -> None:
         "abandoned runs": freed(announced)["abandoned runs"],
         "experiments' copies": "0 0 B",
         "samples and logs of finished runs": f"2 {shown(10 * len('samples.jsonl') + 10 * len('feeder.log'))}",
+        "rollouts of finished runs": "2 140 B",
         "removed before": "0 0 B",
         "DVC's cache": "0 0 B",
         "total": "",
     }
     records = {"run.json", "exit.json", "metrics.jsonl", "feeder.json", "lock"}
-    assert names(newest) == names(unsent) == records | {"samples.jsonl", "feeder.log"} and names(old) == records
+    sent = {"samples.jsonl", "feeder.log"}
+    assert names(newest) == records | sent | {"rollouts"} and names(unsent) == records | sent and names(old) == records
     assert names(abandoned) == set() and names(failed) == kept and "state-00000003.pt" in names(last_of_dpo) & names(held)
     assert [path.exists() for path in caches] == [False, True, False, False]
     assert not list((root / ".runs" / ".gc").iterdir())
     again = list(collect(root, Limits(1, 0.0, keep_records=False), remove=True))
     assert freed(again)["finished runs"].startswith("2 ") and names(newest) and not names(old) | names(unsent)
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+sys.path[:0] = [{tests!r}, {root!r}]
+from test_gc import open_stage
+with open_stage(Path(), "train", ["seed"]) as stage:
+    Path("weights").write_text("w")
+"""
+
+
+def test_a_finished_run_keeps_its_last_save_until_dvc_has_its_results(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that fills up while DVC takes them over: `gc` is the advice then."""
+    (root / "train.py").write_text(SCRIPT.format(tests=str(Path(__file__).parent), root=str(ROOT)))
+    (root / "params.yaml").write_text("train: {lr: 1}\n")
+    (root / "seed").write_text("1")
+    command = f"exec {sys.executable} train.py"
+    (root / "dvc.yaml").write_text(
+        f"stages:\n  train:\n    cmd: {command}\n    deps: [seed]\n    params: [train.lr]\n    outs: [weights]\n"
+    )
+    monkeypatch.chdir(root)
+    with open_stage(root, "train", ["seed"]) as stage:  # DVC did not get to it
+        stage.save(3, {"x": 1})
+    (save,) = root.glob(".runs/train/*/1/state-*.pt")
+    list(collect(root, LIMITS, remove=True))
+    assert save.exists()
+    os.utime(save.with_suffix(".json"), (1, 1))
+    assert freed(list(collect(root, LIMITS, remove=False)))["saves of finished runs"].startswith("2 ")
+    os.utime(save.with_suffix(".json"))
+    repro(root)
+    list(collect(root, LIMITS, remove=True))
+    assert not save.exists()
+
+
+def test_saves_of_a_run_that_is_taken_up_again_meanwhile_stay(root: Path) -> None:
+    train(root, "one\n", commit=True)
+    folder = record(root, "grpo", "a", 1, code=0, age_days=9)
+    lines = collect(root, LIMITS, remove=True)
+    next(lines)  # all has been listed
+    with hold(folder.lock, wait=False):
+        list(lines)
+    assert folder.state(3).exists()
+    lines = collect(root, LIMITS, remove=True)
+    next(lines)
+    folder.exit.unlink()
+    list(lines)
+    assert folder.state(3).exists()
+
+
+def test_foreign_things_neither_end_the_command_nor_are_followed(root: Path, tmp_path: Path) -> None:
+    train(root, "one\n", commit=True)
+    old = record(root, "grpo", "a", 1, code=0, age_days=9)
+    record(root, "grpo", "a", 2, code=0, age_days=8)
+    old.about.write_text("cut")
+    os.utime(old.about, (1, 1))
+    newest = record(root, "dpo", "b", 1, code=None, age_days=7)
+    elsewhere = RunFolder(record(root, "dpo", "c", 1, code=None, age_days=9).path.rename(tmp_path / "elsewhere"))
+    link = newest.path.parents[1] / "c" / "1"
+    link.symlink_to(elsewhere.path)
+    list(collect(root, LIMITS, remove=True))
+    assert elsewhere.state(3).exists() and newest.state(3).exists() and not link.is_symlink()
+    assert freed(list(collect(root, LIMITS, remove=True)))["removed before"] == "0 0 B"
+
+
+def test_what_cannot_be_removed_is_one_line(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(root, "one\n", commit=True)
+    folder = record(root, "grpo", "a", 1, code=0, age_days=9)
+
+    def refuse(path: Path, **_: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)  # root may remove everything
+    with pytest.raises(PipelineError, match=f"^{folder.path}/state-.*: Permission denied; gc ended there"):
+        list(collect(root, LIMITS, remove=True))
 
 
 def test_what_an_interrupted_gc_has_moved_away_goes_next_time(root: Path) -> None:
@@ -217,10 +340,10 @@ def test_what_an_interrupted_gc_has_moved_away_goes_next_time(root: Path) -> Non
     assert not list((root / ".runs" / ".gc").iterdir())
 
 
-def open_stage(root: Path, stage: str = "grpo") -> Any:
+def open_stage(root: Path, stage: str = "grpo", inputs: Sequence[str] = ()) -> Any:
     quiet = {"mlflow": False, "progress": "off", "save_every_s": 1e9}
     runtime = load_params(ROOT / "params.yaml").runtime.model_copy(update=quiet)
-    return stage_run(stage, params={stage: {"lr": 1}}, inputs=[], runtime=runtime, root=root)
+    return stage_run(stage, params={stage: {"lr": 1}}, inputs=inputs, runtime=runtime, root=root)
 
 
 def test_a_killed_run_resumes_after_a_gc(root: Path) -> None:
@@ -269,7 +392,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.faults
-def test_deleted_mlflow_runs_go_with_their_artifacts_and_others_stay(root: Path) -> None:
+def test_deleted_mlflow_runs_go_with_their_artifacts_and_others_stay(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pipeline.tracking.store import open_store, tracking_uri
 
     train(root, "one\n", commit=True)
@@ -290,6 +413,32 @@ def test_deleted_mlflow_runs_go_with_their_artifacts_and_others_stay(root: Path)
     assert sorted(path.name for path in (root / "mlartifacts").iterdir()) == sorted([kept, "models"])
     assert [run.info.run_id for run in client.search_runs([experiment_id], "", 3)] == [kept]  # 3: in any state
 
+    # Another store in a file has its artifacts in the same folder.
+    other = f"sqlite:///{root}/other.db"
+    client, experiment_id = open_store(other, root)
+    there = client.create_run(experiment_id).info.run_id
+    client.log_dict(there, {"a": 1}, "params.json")
+    folder = record(root, "grpo", "a", 1, code=0, age_days=0)
+    write_json(folder.feeder_note, {"run_id": there, "tracking_uri": other, "complete": 1})
+    for uri in (tracking_uri(root), other):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+        list(collect(root, LIMITS, remove=True))
+        assert sorted(path.name for path in (root / "mlartifacts").iterdir()) == sorted([kept, there, "models"])
+
+
+def test_a_store_that_cannot_be_read_is_one_line(root: Path) -> None:
+    train(root, "one\n", commit=True)
+    (root / "mlflow.db").write_text("garbage")
+    with pytest.raises(PipelineError, match="mlflow.db: cannot be read: file is not a database; move it away"):
+        list(collect(root, LIMITS, remove=True))
+
+
+def test_the_command_is_for_the_root(root: Path) -> None:
+    """From a folder below it, DVC would find the cache and nobody the experiments' copies."""
+    (root / "docs").mkdir()
+    with pytest.raises(PipelineError, match="docs: no dvc.yaml; give the command at the root of the repository"):
+        list(collect(root / "docs", LIMITS, remove=True))
+
 
 # The figures
 
@@ -307,7 +456,7 @@ def test_a_file_with_several_links_frees_with_the_last(tmp_path: Path) -> None:
 
 def test_the_command_removes_only_when_told(root: Path) -> None:
     train(root, "one\n", commit=True)
-    folder = record(root, "grpo", "a", 1, code=0, age_days=0)
+    folder = record(root, "grpo", "a", 1, code=0, age_days=15)
     command = [sys.executable, "-m", "pipeline", "gc"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
 

@@ -22,13 +22,16 @@ from typing import Any
 import pytest
 from lineage.project import RECORDS, ROOT, Project, commit, copy_repository, yaml
 
+from pipeline.lineage.causes import FIRST
+from pipeline.lineage.overrides import shown
+
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
 SETS = ("pretrain", "full_sft", "lora", "dpo", "rlaif", "agent")
 ENCODED = ("pretrain", "full_sft", "lora", "dpo")
 TRAINING = ("pretrain", "full_sft", "lora", "dpo", "reward", "ppo", "grpo", "agent")
 TRACKED = ("tokenizer", *TRAINING, "eval")
-STAGES = {"code", *TRACKED, *(f"data@{name}" for name in SETS), *(f"encode@{name}" for name in ENCODED)}
+STAGES = {"code", "gate", *TRACKED, *(f"data@{name}" for name in SETS), *(f"encode@{name}" for name in ENCODED)}
 METRICS = {"bits_per_byte", "stops_frac", "qa_exact", "preference_accuracy", "reward_mean", "tool_success", "tool_valid_frac"}
 EXECUTION = (
     "pipeline",
@@ -39,6 +42,7 @@ EXECUTION = (
     ".runs",
 )  # covered by code hashes, by `params:`, or no input
 PATIENCE_S = 120.0
+COMMANDS = ("python", "-m", "pipeline")
 
 
 @dataclass(frozen=True)
@@ -192,6 +196,28 @@ def test_reports_find_the_mlflow_run_of_every_stage(lineage: Lineage) -> None:
     assert tracked_run(root, root, "code") is None
 
 
+def test_status_and_cost_know_every_stage(lineage: Lineage) -> None:
+    states = {state["stage"]: state for state in json.loads(lineage.project.check(*COMMANDS, "status", "--json"))}
+    assert set(states) == STAGES and {state["state"] for state in states.values()} == {"up to date"}
+    assert all(states[stage]["run"] and states[stage]["mlflow"] and states[stage]["age_s"] > 0 for stage in TRACKED)
+    assert states["grpo"]["under"] == states["reward"]["under"] == "full_sft" and states["full_sft"]["under"] == "pretrain"
+    assert states["pretrain"]["metrics"]["val/loss"] == load_json(lineage.project.root / "metrics/pretrain.json")["val/loss"]
+
+    bill = json.loads(lineage.project.check(*COMMANDS, "cost", "grpo", "--json"))
+    costs = {cost["stage"]: cost["used"] for cost in bill["stages"]}
+    assert {"data@pretrain", "pretrain", "full_sft", "reward", "grpo"} <= set(costs) and "dpo" not in costs
+    assert all(0 < used["seconds"] < 600 and used["cpu_s"] > 0 for used in costs.values())
+    assert bill["total"]["seconds"] == pytest.approx(sum(used["seconds"] for used in costs.values()), abs=0.1)
+    steps = json_lines(run_folders(lineage.project, "pretrain")[0] / "metrics.jsonl")
+    assert costs["pretrain"]["tokens"] == max(line["metrics"].get("train/tokens_seen", 0) for line in steps) > 0
+
+
+@pytest.mark.parametrize("stage", ["ppo", "grpo", "agent"])
+def test_logged_steps_can_be_replayed(lineage: Lineage, stage: str) -> None:
+    said = lineage.project.check(*COMMANDS, "replay-step", stage, "2").splitlines()[-1]
+    assert said.startswith(f"{stage} step 2, replayed from ") and " agree within 1e-06 " in said, said
+
+
 # Declared = real
 
 
@@ -232,8 +258,22 @@ def test_nothing_runs_again(lineage: Lineage) -> None:
 def test_a_changed_key_runs_the_stages_that_it_decides(lineage: Lineage) -> None:
     project = lineage.project
     measured = set((project.root / ".runs/eval/cache").iterdir())
+    planned = json.loads(project.check(*COMMANDS, "plan", "--json", "--set", "grpo.lr=0.003"))
+    assert project.repro() == set()  # planning changes nothing
     project.set_params({"grpo.lr": 0.003})
-    assert project.repro() == {"grpo", "eval"}
+    assert json.loads(project.check(*COMMANDS, "plan", "--json")) == planned
+    causes = {each["stage"]: (each["verdict"], each["causes"]) for each in planned if each["verdict"] != "up to date"}
+    old = lineage.lock["grpo"]["params"]["params.yaml"]["grpo"]["lr"]
+    why = [f"grpo.lr {shown(old)} → 3e-3"]
+    assert causes == {
+        "grpo": ("runs", why),
+        "eval": ("may run", ["unless grpo comes out unchanged"]),
+        "gate": ("may run", ["unless eval comes out unchanged"]),
+    }
+    assert all(each["seconds"] > 0 for each in planned if each["stage"] in ("grpo", "eval", "gate"))
+    assert project.repro() == {"grpo", "eval", "gate"}
+    assert load_json(run_folders(project, "grpo")[-1] / "run.json")["why"] == why
+    assert load_json(run_folders(project, "pretrain")[0] / "run.json")["why"] == [FIRST]
     assert len(set((project.root / ".runs/eval/cache").iterdir()) - measured) == 1  # grpo alone was measured again
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.errors import ParamsError
+from pipeline.errors import ParamsError, PipelineError
 from pipeline.lineage.plan import Planned, Verdict, read_plan
 
 DVC = [sys.executable, "-m", "dvc"]
@@ -34,7 +34,7 @@ stages:
     deps: [a.txt]
     outs: [half.txt]
   train:
-    cmd: echo train >> ran && cat half.txt b.txt params.yaml > model.txt
+    cmd: echo train >> ran && (cat half.txt b.txt; grep -o 'lr. [0-9]*' params.yaml) > model.txt
     deps: [half.txt, b.txt]
     params: [train.lr]
     outs: [model.txt]
@@ -67,10 +67,10 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def repro(folder: Path, *targets: str) -> list[str]:
-    """The stages that ran, in order of their names' first appearance; what the run cache restored counts as run."""
+def repro(folder: Path, *options: str) -> list[str]:
+    """The stages that ran, in order; without the run cache, unless `options` are given."""
     (folder / "ran").write_text("")
-    subprocess.run([*DVC, "repro", "-q", "--no-run-cache", *targets], cwd=folder, check=True, capture_output=True)
+    subprocess.run([*DVC, "repro", "-q", *(options or ["--no-run-cache"])], cwd=folder, check=True, capture_output=True)
     return (folder / "ran").read_text().split()
 
 
@@ -86,7 +86,46 @@ def test_what_is_certain_runs_and_nothing_else_does(project: Path, changes: list
     plan = read_plan(project)
     assert sorted(planned.stage for planned in plan) == sorted(ALL)
     ran = set(repro(project))
-    assert by_verdict(plan, Verdict.RUNS) <= ran <= by_verdict(plan, Verdict.RUNS) | by_verdict(plan, Verdict.MAY_RUN)
+    certain = by_verdict(plan, Verdict.RUNS) | by_verdict(plan, Verdict.RESTORED)
+    assert certain <= ran, plan
+    assert ran <= certain | by_verdict(plan, Verdict.MAY_RUN)
+    assert by_verdict(read_plan(project), Verdict.UP_TO_DATE) == set(ALL)
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(changes=edits)
+def test_what_the_run_cache_has_is_restored_and_nothing_else(project: Path, changes: list[tuple[str, str]]) -> None:
+    for name, text in changes:
+        (project / name).write_text(text)
+    plan = read_plan(project)
+    ran = set(repro(project, "--single-item", *(planned.stage for planned in plan)))  # all options: the run cache is on
+    known = {planned.stage for planned in plan if planned.recipe}  # what its parents are still to make may have been there before
+    assert by_verdict(plan, Verdict.RUNS) & known <= ran <= by_verdict(plan, Verdict.RUNS) | by_verdict(plan, Verdict.MAY_RUN)
+    assert by_verdict(read_plan(project), Verdict.UP_TO_DATE) == set(ALL)
+
+
+def test_behind_what_is_restored_all_is_certain(project: Path) -> None:
+    (project / "a.src").write_text("400\n")
+    repro(project)
+    (project / "a.src").write_text("500\n")
+    repro(project)
+    (project / "a.src").write_text("400\n")
+    plan = {planned.stage: planned.verdict for planned in read_plan(project, ["eval"])}
+    restored = ["data@a", "halve", "train", "eval"]
+    assert plan == {"code": "up to date", "data@b": "up to date"} | dict.fromkeys(restored, "restored")
+    (project / "half.txt").unlink()
+    assert {planned.stage: planned.verdict for planned in read_plan(project, ["eval"])} == plan
+    assert repro(project, "eval") == []
+
+
+def test_overrides_are_planned_without_an_edit(project: Path) -> None:
+    (project / "params.yaml").write_text("train: {lr: 1}\neval: {n: 1}\n")
+    repro(project)
+    before = (project / "params.yaml").read_text()
+    plan = {planned.stage: planned for planned in read_plan(project, overrides={"train.lr": 0.0003})}
+    assert plan["train"].causes == ["train.lr 1 → 3e-4"] and plan["train"].verdict is Verdict.RUNS
+    assert plan["eval"].causes == ["unless train comes out unchanged"]
+    assert (project / "params.yaml").read_text() == before
     assert by_verdict(read_plan(project), Verdict.UP_TO_DATE) == set(ALL)
 
 
@@ -98,8 +137,12 @@ def test_causes_and_what_waits(project: Path) -> None:
     assert "eval" not in plan
     assert plan["data@a"].causes == ["a.src modified"] and plan["data@a"].verdict is Verdict.RUNS
     assert plan["data@b"].verdict is Verdict.UP_TO_DATE and plan["data@b"].causes == []
-    assert plan["halve"].verdict is Verdict.MAY_RUN and plan["halve"].causes == ["data@a runs"]
-    assert plan["train"].verdict is Verdict.RUNS and plan["train"].causes == ["train.lr modified"]
+    assert plan["halve"].verdict is Verdict.MAY_RUN and plan["halve"].causes == ["unless data@a comes out unchanged"]
+    assert (
+        plan["train"].verdict is Verdict.RUNS
+        and plan["train"].causes[0].startswith("train.lr ")
+        and plan["train"].causes[0].endswith(" → 7")
+    )
     assert plan["train"].parents == ["data@b", "halve"]
     repro(project)
 
@@ -132,3 +175,17 @@ def test_a_lock_file_that_is_being_written_is_waited_for(project: Path) -> None:
                 plan.result(4)  # longer than DVC itself waits
             lock.write_bytes(whole)
         assert [planned.stage for planned in plan.result(60)] == [planned.stage for planned in read_plan(project)]
+
+
+@pytest.mark.parametrize("size", [0, 300, 700])
+def test_half_a_lock_file_is_one_line_or_a_plan(project: Path, size: int) -> None:
+    """DVC writes it in place: when it is killed at that moment, this is left."""
+    lock = project / "dvc.lock"
+    whole = lock.read_bytes()
+    try:
+        lock.write_bytes(whole[:size])
+        assert all(planned.verdict is not Verdict.UP_TO_DATE for planned in read_plan(project)[3:])
+    except PipelineError as error:
+        assert len(error.lines) == 1 and "`git checkout dvc.lock` brings the committed one back" in error.lines[0]
+    finally:
+        lock.write_bytes(whole)

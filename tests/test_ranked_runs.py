@@ -16,7 +16,7 @@ import torch
 from test_supervised_loop import language_task, make_settings
 from tiny_runs import assert_near, documents, make_model, make_set, make_tokenizer
 
-from pipeline.errors import DataError
+from pipeline.errors import DataError, GuardError
 from pipeline.params.schema import Runtime
 from pipeline.stage import stage_run
 from pipeline.text.tokenizer import load_tokenizer
@@ -30,7 +30,15 @@ pytestmark = pytest.mark.slow
 
 def main(sets: Path, ranks: int, epochs: int, fault: str) -> None:
     """A small stage in the current directory; the rank that `fault` names fails."""
-    own = {"device": "cpu", "dtype": "float32", "threads": 1, "ranks": ranks, "mlflow": False, "save_every_s": 1e9}
+    own = {
+        "device": "cpu",
+        "dtype": "float32",
+        "threads": 1,
+        "ranks": ranks,
+        "mlflow": False,
+        "save_every_s": 1e9,
+        "guard": "stop",
+    }
     runtime = Runtime.model_validate(read_yaml(ROOT / "params.yaml")["runtime"] | own)
     settings = make_settings(epochs=epochs, accumulation_steps=3, val_every=10**6, lr=3e-4)
     with stage_run("pretrain", params={"epochs": epochs}, inputs=[], runtime=runtime, ranked=True) as run:
@@ -38,6 +46,10 @@ def main(sets: Path, ranks: int, epochs: int, fault: str) -> None:
         Path(f"rank{device.ranks.rank}.pid").write_text(str(os.getpid()))
         if fault == str(device.ranks.rank):
             raise DataError(f"rank {fault} misses its data")
+        if fault == "guard":
+            for step in range(1, 100):
+                run.log(step, {"train/skipped_steps": float(step)})
+                run.checkpoint(step, dict)
         task, _ = language_task(sets, load_tokenizer(sets / "tokenizer"), settings, open_model(sets))
         summary = train_supervised(task, settings, device, run)
         Path("out.json").write_text(json.dumps({"rank": device.ranks.rank, "size": device.ranks.size, **summary}))
@@ -136,6 +148,17 @@ def test_the_death_of_rank_0_ends_the_others_with_a_line_each(tmp_path: Path, se
     assert "Traceback" not in said
     for rank in (1, 2):
         assert said.count(f"pretrain, rank {rank}: stopped by SIGTERM") == 1
+
+
+def test_a_stop_of_the_guard_ends_all_ranks(tmp_path: Path, sets: Path) -> None:
+    with stage(tmp_path / "run", sets, fault="guard") as process:
+        _, said = process.communicate(timeout=90)
+    assert process.returncode == GuardError.exit_code
+    assert said.count("stopped by runtime.guard after step 10, saved") == 1 and "Traceback" not in said
+    (save,) = (tmp_path / "run/.runs/pretrain").glob("*/1/state-*.json")
+    assert save.name == "state-00000010.json"
+    for pid in (tmp_path / "run").glob("rank*.pid"):
+        assert not Path(f"/proc/{pid.read_text()}").exists()
 
 
 @pytest.mark.parametrize("fault", ["1", "2"])

@@ -18,11 +18,11 @@ from mlflow.exceptions import MlflowException
 from pipeline.errors import ParamsError, PipelineError
 from pipeline.supervise import hold
 from pipeline.tracking import sender as sending
-from pipeline.tracking.records import find_runs
+from pipeline.tracking.records import find_runs, is_complete
 from pipeline.tracking.replay import incomplete_runs, send_missing
 from pipeline.tracking.run_folder import RunFolder, read_json, write_json
 from pipeline.tracking.saves import committed_sizes
-from pipeline.tracking.sender import TABLES_TAG, Sender, is_complete
+from pipeline.tracking.sender import TABLES_TAG, Sender
 
 URI = "fake:"
 DATA = {"dvc.data/prepared/rlaif": "0123456789abcdef0123456789abcdef.dir", "dvc.data/tokenizer": "no data set"}

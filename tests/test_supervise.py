@@ -221,8 +221,8 @@ def test_a_lock_names_its_holder_and_dies_with_it(tmp_path: Path) -> None:
         (HeldError("held"), 6, "held"),
         (Stopped(signal.SIGTERM, " after step 3"), 143, "stopped by SIGTERM after step 3"),
         (KeyboardInterrupt(), 130, "interrupted"),
-        (OSError(errno.ENOSPC, "No space left on device", "f.pt"), 7, f"f.pt: {NO_SPACE}"),
-        (OSError(errno.EDQUOT, "Disk quota exceeded"), 7, f"the disk: {NO_SPACE}"),
+        (OSError(errno.ENOSPC, "No space left on device", "f.pt"), 8, f"f.pt: {NO_SPACE}"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), 8, f"the disk: {NO_SPACE}"),
         (OSError(errno.EACCES, "Permission denied", "f.pt"), 1, None),
         (SystemExit(7), 7, None),
     ],
@@ -239,7 +239,7 @@ def test_a_full_disk_is_recognised_behind_what_torch_makes_of_it() -> None:
             raise OSError(errno.ENOSPC, "No space left on device", "state.pt.tmp")
         except OSError:
             raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")  # noqa: B904
-    assert explain(caught.value) == (7, [f"state.pt.tmp: {NO_SPACE}"])
+    assert explain(caught.value) == (8, [f"state.pt.tmp: {NO_SPACE}"])
 
 
 def test_a_real_allocation_failure_is_recognised() -> None:

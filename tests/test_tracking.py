@@ -434,7 +434,7 @@ def test_a_full_disk_keeps_the_save_before(
         run.save(1, {"step": 1})
         monkeypatch.setattr(torch, "save", full)
         run.save(2, {"step": 2})
-    assert ended.value.code == read_json(run.folder.exit)["code"] == 7 and "no space left" in capsys.readouterr().err
+    assert ended.value.code == read_json(run.folder.exit)["code"] == 8 and "no space left" in capsys.readouterr().err
     assert not list(run.folder.path.glob("*.tmp"))
     with _open(repository) as run:
         assert run.load() == {"step": 1}

@@ -85,6 +85,17 @@ def test_the_workspace_counts_before_it_is_committed(project: Path) -> None:
     assert found.in_workspace and found.commits == [] and found.steps[-1].params["left.lr"] == 3e-4
 
 
+def test_an_evaluation_of_other_weights_does_not_count(project: Path, tmp_path: Path) -> None:
+    """As after `dvc repro left`: eval has not run again, and metrics/eval.json is of the weights before."""
+    shutil.copytree(project / "metrics", tmp_path / "metrics")
+    shutil.copy(project / "left.bin", tmp_path / "made.pth")
+    lock = (project / "dvc.lock").read_text()
+    head, eval_entry = lock.split("  eval:\n")
+    for text, expected in ((lock, True), (f"{head}  eval:\n{eval_entry.replace(digest(project / 'left.bin'), 'f' * 32)}", False)):
+        (tmp_path / "dvc.lock").write_text(text)
+        assert bool(origin(tmp_path, "made.pth").evaluation) == expected
+
+
 def test_what_no_lock_names_is_foreign(project: Path) -> None:
     changed = project / "kept1.pth.changed"
     changed.write_bytes((project / "kept1.pth").read_bytes() + b"!")

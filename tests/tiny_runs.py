@@ -213,6 +213,7 @@ class MemoryRecorder:
         self.saved, self._save_at, self._kill_at = saved, save_at, kill_at
         self.lines: list[tuple[int, dict[str, float]]] = []
         self.samples: list[tuple[int, list[dict[str, Any]]]] = []
+        self.rollouts: dict[int, dict[int, Trajectory]] = {}
         self.shown: list[tuple[int, dict[str, float]]] = []  # on the progress bar
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -220,6 +221,9 @@ class MemoryRecorder:
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         self.samples.append((step, [dict(row) for row in rows]))
+
+    def keep_rollouts(self, step: int, rollouts: Mapping[int, Trajectory]) -> None:
+        self.rollouts[step] = dict(rollouts)
 
     def load(self) -> dict[str, Any] | None:
         return None if self.saved is None else torch.load(io.BytesIO(self.saved), weights_only=True)

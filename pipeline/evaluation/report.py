@@ -5,8 +5,9 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pipeline.evaluation.catalogue import METRICS, PARENTS
 from pipeline.evaluation.panel import RowValues
-from pipeline.evaluation.results import METRICS, PARENTS, estimates_of, verdicts_of
+from pipeline.evaluation.results import estimates_of, verdicts_of
 from pipeline.evaluation.statistics import Estimate, Verdict
 from pipeline.params.schema import Eval
 

@@ -7,34 +7,9 @@ from hashlib import sha256
 from pathlib import Path
 
 from pipeline.checkpoint.files import write_atomically
+from pipeline.evaluation.catalogue import METRICS, PARENTS
 from pipeline.evaluation.panel import Examination, RowValues
 from pipeline.evaluation.statistics import Estimate, Verdict, mean, proportion, ratio, verdict
-
-PARENTS = {
-    "full_sft": "pretrain",
-    "lora": "full_sft",
-    "dpo": "full_sft",
-    "reward": "full_sft",
-    "ppo": "full_sft",
-    "grpo": "full_sft",
-    "agent": "full_sft",
-}
-"""Whom each model is compared with: the checkpoint it started from."""
-
-
-METRICS: dict[str, tuple[str, bool]] = {
-    "bits_per_byte": ("bits per UTF-8 byte of held-out text", False),
-    "stops_frac": ("replies that end by themselves", True),
-    "qa_exact": ("replies equal to the reference answer, sampled", True),
-    "qa_exact_greedy": ("replies equal to the reference answer, greedy", True),
-    "preference_accuracy": ("pairs whose chosen answer gets the higher total logprob (reward: score)", True),
-    "reward_mean": ("mean reward of sampled replies", True),
-    "tool_success": ("tool tasks with every expected answer in the final reply, sampled", True),
-    "tool_success_greedy": ("tool tasks with every expected answer in the final reply, greedy", True),
-    "tool_earned": ("tool tasks solved with a tool's result and without listing candidates, sampled", True),
-    "tool_valid_frac": ("tool tasks whose calls were all valid, at least one made", True),
-}
-"""What each metric is, in the report's words, and whether higher is better."""
 
 
 def estimates_of(values: RowValues, confidence: float) -> dict[str, Estimate]:

@@ -1,11 +1,14 @@
 """What DVC's cache holds for nobody: neither for the workspace nor for any commit, tag, branch or experiment.
 
+A cache outside of the repository may be another one's, too (as that of an isolated copy is), so nothing of it is unused.
+
 `dvc gc` takes metrics and plots from under the run cache, because they are no cached outputs: a stage whose inputs come back
 would run anew although its weights are there. Here an entry of the run cache that shares an output with what is kept is kept,
 with everything that it names.
 """
 
 import os
+import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, chdir, contextmanager
 from pathlib import Path
@@ -65,8 +68,11 @@ def _unused(root: Path, copies: Sequence[Path]) -> Iterator[list[Path]]:
 def _find(repo: "Repo", others: Sequence["Repo"]) -> Iterator[Path]:
     from dvc.scm import NoSCM
 
+    if not Path(repo.cache.local_cache_dir).is_relative_to(repo.root_dir):
+        return
     history = not isinstance(repo.scm, NoSCM)
-    kept = [repo.used_objs(all_commits=history, all_experiments=history), *(other.used_objs() for other in others)]
+    stashes = _stashes(Path(repo.root_dir)) if history else []
+    kept = [repo.used_objs(all_commits=history, all_experiments=history, revs=stashes), *(other.used_objs() for other in others)]
     values = {info.value for used in kept for infos in used.values() for info in infos}
     needed = []
     for entry in sorted(Path(repo.stage_cache.cache_dir).glob("*/*/*")):
@@ -78,3 +84,9 @@ def _find(repo: "Repo", others: Sequence["Repo"]) -> Iterator[Path]:
         values |= {info.value for info in infos}
     for _, store in repo.cache.by_scheme():
         yield from (Path(store.oid_to_path(oid)) for oid in store.all() if oid not in values)
+
+
+def _stashes(root: Path) -> list[str]:
+    """Commits of `git stash`, which DVC does not count among all commits."""
+    command = ["git", "stash", "list", "--format=%H"]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.split()

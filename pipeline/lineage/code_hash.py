@@ -97,7 +97,7 @@ class CodeBase:
         return dict(sorted(found.items()))
 
     def _tree_hash(self, name: str) -> str:
-        return hashlib.sha256(ast.dump(_without_strings(self.trees[name])).encode()).hexdigest()
+        return syntax_hash(self.trees[name])
 
     def _imports(self, name: str) -> Iterator[str]:
         package = name if self.paths[name].name == "__init__.py" else name.rpartition(".")[0]
@@ -114,14 +114,23 @@ class CodeBase:
                 yield from (found for found in [*_packages(target), target] if found in self.paths)
 
 
+def code_files(root: Path) -> dict[str, str]:
+    """Name and text of the file for every script of `root/stages` but `code` itself, as `write_code_hashes` writes them."""
+    code = CodeBase(root)
+    scripts = [script.stem for script in sorted((root / "stages").glob("*.py")) if script.stem not in ("__init__", "code")]
+    return {f"{script}.json": json.dumps(code.hashes(f"stages.{script}"), indent=1) + "\n" for script in scripts}
+
+
 def write_code_hashes(root: Path, out: Path) -> None:
     """Writes `out/<stage>.json` for every script of `root/stages` but the one that calls this."""
-    code = CodeBase(root)
     out.mkdir(parents=True, exist_ok=True)
-    for script in sorted((root / "stages").glob("*.py")):
-        if script.stem not in ("__init__", "code"):
-            text = json.dumps(code.hashes(f"stages.{script.stem}"), indent=1) + "\n"
-            (out / f"{script.stem}.json").write_text(text, encoding="utf-8")
+    for name, text in code_files(root).items():
+        (out / name).write_text(text, encoding="utf-8")
+
+
+def syntax_hash(tree: ast.Module) -> str:
+    """SHA-256 of a module's syntax tree, from which it takes the docstrings."""
+    return hashlib.sha256(ast.dump(without_strings(tree)).encode()).hexdigest()
 
 
 def is_execution_only(name: str) -> bool:
@@ -145,7 +154,7 @@ def _executed(tree: ast.AST) -> Iterator[ast.AST]:
         waiting += [child for child in ast.iter_child_nodes(node) if child not in skipped]
 
 
-def _without_strings(tree: ast.Module) -> ast.Module:
+def without_strings(tree: ast.Module) -> ast.Module:
     """`tree` without statements that are only a string (docstrings of modules, classes, functions and attributes)."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -101,10 +102,12 @@ class _Attempt:
         self._stage = stage
         self._environment = environment
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._recorded = root / ".runs" / stage / "exit.json"
+        self._began = threading.Event()  # the stage's command: when it is no longer there, DVC takes over what it made
 
     def run(self, log: Path, on_line: Callable[[str], None], stop: threading.Event, timeout_s: float | None) -> Outcome:
         """How it ended; `log` and `on_line` get every line."""
-        started_s = time.time()
+        before = read_json(self._recorded)
         with (
             log.open("a", encoding="utf-8") as file,
             subprocess.Popen(
@@ -129,18 +132,21 @@ class _Attempt:
                 # `end_tree`, and the second signal stops it without a save.
                 start_new_session=True,
             ) as process,
-            _stopped_with(process, stop, timeout_s) as expired,
+            _stopped_with(process, stop, timeout_s, self._began) as expired,
         ):
             assert process.stdout is not None
             for line in process.stdout:
                 file.write(line)
                 self.tail.append(line.rstrip("\n"))
                 on_line(self.tail[-1])
+                if line.startswith(f"Running stage '{self._stage}'"):
+                    self._began.set()
             process.wait()
         if process.returncode == 0:
             push_shared(self._root, self._stage)
             return Outcome(0, "up to date")
-        outcome = _failure(self._root, self._stage, started_s, process.returncode, list(self.tail))
+        recorded = read_json(self._recorded)
+        outcome = _failure(self._stage, {} if recorded == before else recorded, process.returncode, list(self.tail))
         if expired.is_set():
             return Outcome(TIMED_OUT, f"timeout_s={timeout_s:g} is over: {outcome.reason}")
         return outcome
@@ -156,13 +162,12 @@ class _Attempt:
         return f"{blockers or 'another dvc command'} is at work in {self._root}"
 
 
-def _failure(root: Path, stage: str, started_s: float, dvc_code: int, tail: list[str]) -> Outcome:
-    """What the stage recorded; else what DVC says of its child; else that all were killed.
+def _failure(stage: str, recorded: Mapping[str, Any], dvc_code: int, tail: list[str]) -> Outcome:
+    """What the stage `recorded` in this attempt; else what DVC says of its child; else that all were killed.
 
     Nothing is recorded before the stage's lock is held: when params.yaml is wrong, or another process holds it.
     """
-    recorded = read_json(root / ".runs" / stage / "exit.json")
-    if recorded.get("time_s", 0.0) >= started_s and recorded.get("code"):
+    if recorded.get("code"):
         return Outcome(recorded["code"], recorded["reason"])
     exited = [int(match[1]) for line in tail if (match := _EXITED.search(line))]
     code = exited[-1] if exited else dvc_code
@@ -177,8 +182,10 @@ def _failure(root: Path, stage: str, started_s: float, dvc_code: int, tail: list
 
 
 @contextmanager
-def _stopped_with(process: "subprocess.Popen[str]", stop: threading.Event, timeout_s: float | None) -> Iterator[threading.Event]:
-    """Terminates the process tree when `stop` is set, time is over or the block raises, and kills what does not end.
+def _stopped_with(
+    process: "subprocess.Popen[str]", stop: threading.Event, timeout_s: float | None, began: threading.Event
+) -> Iterator[threading.Event]:
+    """Ends the process tree as `end_tree` does when `stop` is set, time is over or the block raises.
 
     Yields what is set when it was the time.
     """
@@ -191,7 +198,7 @@ def _stopped_with(process: "subprocess.Popen[str]", stop: threading.Event, timeo
                 if time.monotonic() < deadline:
                     continue
                 expired.set()
-            end_tree(process)
+            end_tree(process, began)
             return
 
     follower = threading.Thread(target=follow, name=f"stop {process.pid}", daemon=True)
@@ -199,17 +206,18 @@ def _stopped_with(process: "subprocess.Popen[str]", stop: threading.Event, timeo
     try:
         yield expired
     except BaseException:
-        end_tree(process)
+        end_tree(process, began)
         raise
     finally:
         done.set()
         follower.join()
 
 
-def end_tree(dvc: "subprocess.Popen[str]", *, stop_s: float = STOP_S) -> None:
+def end_tree(dvc: "subprocess.Popen[str]", began: threading.Event, *, stop_s: float = STOP_S) -> None:
     """Asks the command that `dvc` runs to stop, gives both `stop_s` seconds, and kills what is left of them.
 
     The trainer is asked, not DVC: it saves and ends, and DVC ends after it. What the trainer has started follows it by itself.
+    Nor is DVC asked once the command has begun and ended: it takes over the outputs then, and writes dvc.lock in place.
     """
     try:
         commands = psutil.Process(dvc.pid).children()
@@ -217,7 +225,7 @@ def end_tree(dvc: "subprocess.Popen[str]", *, stop_s: float = STOP_S) -> None:
         return
     for command in commands:
         _signal(command, signal.SIGTERM)
-    if not commands:
+    if not commands and not began.is_set():
         dvc.terminate()
     with suppress(subprocess.TimeoutExpired):
         dvc.wait(stop_s)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 from pipeline.digests import digest
 from pipeline.errors import DataError, PipelineError
 from pipeline.lineage.overrides import check_overrides, parse_overrides, shown, slug, write_overrides
-from pipeline.lineage.plan import IN_PROCESS, read_plan
+from pipeline.lineage.plan import IN_PROCESS, faults_of_dvc, read_plan
 from pipeline.supervise import hold_unless
 from pipeline.tracking import home
 
@@ -125,7 +125,9 @@ def open_experiment(root: Path, stage: str, overrides: Sequence[str], stop: thre
     with hold_unless(stop, experiment.folder / "lock") as held:
         if not held:
             raise PipelineError(f"{experiment.name}: stopped while another process ran the same experiment")
-        if not (experiment.folder / "ready").exists():
+        if (experiment.folder / "ready").exists():
+            _link_sources(root, experiment.workspace)  # what made the earlier try fail may have been mended in them
+        else:
             try:
                 _make_copy(experiment)
             except BaseException:
@@ -183,14 +185,21 @@ def _make_copy(experiment: Experiment) -> None:
     _run(command, copy)
     needed = {planned.stage for planned in read_plan(copy, experiment.targets)}
     if absent := [(stage, path) for stage, path in _absent_sources(copy) if stage in needed]:
-        raise DataError(*(f"{path}: no such file, and stage {stage} reads it; put it there" for stage, path in absent))
+        raise DataError(*(_absence(stage, path) for stage, path in absent))
+
+
+def _absence(stage: str, path: str) -> str:
+    if path.startswith(".."):
+        return f"{path}: stage {stage} reads it, but it leads elsewhere from an isolated copy; give its absolute path"
+    return f"{path}: no such file, and stage {stage} reads it; put it there"
 
 
 def _take_over(source: Path, target: Path) -> None:
     if target.is_dir() and not target.is_symlink():
         shutil.rmtree(target)
-    target.unlink(missing_ok=True)
-    if source.is_symlink() or source.exists():
+    with suppress(NotADirectoryError):  # a file has taken the place of its folder
+        target.unlink(missing_ok=True)
+    if source.is_symlink() or source.is_file():  # a folder in place of a file: what is in it comes by itself
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(source, target, follow_symlinks=False)
 
@@ -199,7 +208,7 @@ def _link_sources(root: Path, copy: Path) -> None:
     """Shares DVC's cache and settings with the copy, and links what stages read and git ignores."""
     from dvc.repo import Repo
 
-    with IN_PROCESS, Repo(os.fspath(root)) as original, Repo(os.fspath(copy)) as repo:
+    with faults_of_dvc(root), IN_PROCESS, Repo(os.fspath(root)) as original, Repo(os.fspath(copy)) as repo:
         with repo.config.edit("local") as config:
             for section, values in original.config.read("local").items():
                 config.setdefault(section, {}).update(values)
@@ -207,16 +216,23 @@ def _link_sources(root: Path, copy: Path) -> None:
             config["cache"].setdefault("type", "reflink,hardlink,copy")
             config.setdefault("core", {})["site_cache_dir"] = os.fspath(copy / ".dvc" / "tmp" / "site")
         sources = sorted({path for _, path in _sources(repo) if not path.startswith("..")})
-        ignored = _git(root, "ls-files", "--others", "--ignored", "--exclude-standard", "-z", "--", *sources) if sources else ""
-        for path in ignored.split("\0"):
-            if path and not repo.dvcignore.is_ignored(repo.fs, os.fspath(copy / path)):
+        for path in _ignored(copy, sources):
+            (copy / path).unlink()
+        for path in _ignored(root, sources):
+            if not repo.dvcignore.is_ignored(repo.fs, os.fspath(copy / path)):
                 _link(root / path, copy / path)
+
+
+def _ignored(root: Path, paths: Sequence[str]) -> list[str]:
+    """Files at these paths, or below them, that git ignores."""
+    command = ("ls-files", "--others", "--ignored", "--exclude-standard", "-z", "--")
+    return [path for path in _git(root, *command, *paths).split("\0") if path] if paths else []
 
 
 def _absent_sources(copy: Path) -> list[tuple[str, str]]:
     from dvc.repo import Repo
 
-    with IN_PROCESS, Repo(os.fspath(copy)) as repo:
+    with faults_of_dvc(copy), IN_PROCESS, Repo(os.fspath(copy)) as repo:
         return [(stage, path) for stage, path in _sources(repo) if not (copy / path).exists()]
 
 
@@ -250,10 +266,8 @@ def _git(root: Path, *arguments: str, allow_failure: bool = False) -> str:
 
 def _run(command: Sequence[str], root: Path, *, allow_failure: bool = False) -> str:
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
-    done = subprocess.run(
-        command, cwd=root, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, cwd=root, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     if done.returncode and not allow_failure:
-        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        said = " ".join(done.stderr.decode(errors="replace").split()) or f"exit code {done.returncode}"
         raise PipelineError(f"{root}: `{' '.join(command[:4])}` failed, which an experiment needs: {said}")
-    return done.stdout.strip("\n")
+    return os.fsdecode(done.stdout).strip("\n")  # names of files are in no encoding

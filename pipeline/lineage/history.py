@@ -4,8 +4,8 @@ A lock file says for every stage which digests it read and which it wrote. So a 
 wrote it, and from there, through what that stage read, everything before it.
 """
 
-import subprocess
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
+from pipeline.lineage.git import git
 from pipeline.yaml_files import read_yaml
 
 LOCK = "dvc.lock"
@@ -94,9 +95,9 @@ def locks_with(root: Path, digest: str) -> Iterator[Lock]:
     if (root / LOCK).is_file() and digest in (root / LOCK).read_text(encoding="utf-8"):
         yield from _if_written(Lock(None, None, _stages(read_yaml(root / LOCK))), digest)
     # -S: the commits in which the number of occurrences changes, so those that bring a digest and those that drop it.
-    for line in _git(root, "log", "--all", "--format=%H %cI", f"-S{digest}", "--", LOCK).splitlines():
+    for line in git(root, "log", "--all", "--format=%H %cI", f"-S{digest}", "--", LOCK).splitlines():
         commit, _, time = line.partition(" ")
-        text = _git(root, "show", f"{commit}:./{LOCK}")
+        text = git(root, "show", f"{commit}:./{LOCK}")
         if digest in text:
             yield from _if_written(Lock(commit, time, _stages(YAML(typ="safe", pure=True).load(text))), digest)
 
@@ -106,11 +107,40 @@ def _if_written(lock: Lock, digest: str) -> Iterator[Lock]:
         yield lock
 
 
+def lock_at(root: Path, commit: str | None) -> Lock | None:
+    """The lock file of a commit (None: the workspace's); None where there is none."""
+    text = file_at(root, commit, LOCK)
+    if text is None:
+        return None
+    time = git(root, "show", "--no-patch", "--format=%cI", commit).strip() if commit else None
+    return Lock(commit, time, _stages(YAML(typ="safe", pure=True).load(text)))
+
+
+def commits_with_lock(root: Path) -> list[str]:
+    """The commits of branches and tags that changed dvc.lock, newest first; experiments are not among them."""
+    return git(root, "log", "--branches", "--tags", "--format=%H", "--", LOCK).split()
+
+
+def experiment_commit(root: Path, name: str) -> str | None:
+    """The commit that holds the DVC experiment of this name, the newest where several baselines have one; None without any."""
+    for line in git(root, "for-each-ref", "--sort=-committerdate", "--format=%(objectname) %(refname)", "refs/exps").splitlines():
+        commit, _, ref = line.partition(" ")
+        if ref.split("/")[4:] == [name]:  # refs/exps/<2 digits>/<38 digits>/<name>
+            return commit
+    return None
+
+
+def entry_in(lock: str, stage: str) -> str:
+    """The lines of a lock file's text that are about one stage; reading all of it as YAML takes a tenth of a second."""
+    found = re.search(rf"^  {re.escape(stage)}:\n(?:    .*\n)+", lock, flags=re.MULTILINE)
+    return found[0] if found else ""
+
+
 def file_at(root: Path, commit: str | None, path: str) -> str | None:
     """A tracked file's text in a commit (None: in the workspace); None where there is no such file."""
     if commit is None:
         return (root / path).read_text(encoding="utf-8") if (root / path).is_file() else None
-    return _git(root, "show", f"{commit}:./{path}") or None
+    return git(root, "show", f"{commit}:./{path}") or None
 
 
 def _stages(lock: Any) -> dict[str, Made]:
@@ -121,21 +151,13 @@ def _made(name: str, entry: dict[str, Any]) -> Made:
     params = {key: value for keys in entry.get("params", {}).values() for key, value in keys.items()}
     deps, outs = ({each["path"]: each["md5"] for each in entry.get(kind, [])} for kind in ("deps", "outs"))
     data = {path: md5 for path, md5 in deps.items() if not path.startswith(CODE) and path != PLACEHOLDER}
-    return Made(name, dict(_flat(params)), data, outs)
+    return Made(name, dict(flat_params(params)), data, outs)
 
 
-def _flat(params: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat_params(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Full key and value, such as `("grpo.lr", 0.0001)`, of nested parameters."""
     for key, value in params.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
+        if isinstance(value, Mapping):
+            yield from flat_params(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _git(root: Path, *arguments: str) -> str:
-    """What git says; nothing outside a repository, or where git knows no such thing."""
-    try:
-        ended = subprocess.run(["git", *arguments], cwd=root, capture_output=True, encoding="utf-8", check=False)
-    except FileNotFoundError:
-        return ""
-    return ended.stdout if ended.returncode == 0 else ""

@@ -1,10 +1,13 @@
 """What `python -m pipeline gc` says and does: everything that grows, bounded, without a byte that a rerun or a resume needs."""
 
 import os
+import stat
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+from pipeline.errors import ParamsError, PipelineError
 from pipeline.lineage.cache import remove_unused, unused_in_cache
 from pipeline.tracking.discarded import discarded
 from pipeline.tracking.leftovers import Leftover, Limits, leftovers
@@ -17,14 +20,23 @@ def collect(root: Path, limits: Limits, *, remove: bool) -> Iterator[str]:
     """Lines of a table: what may go, how much of it, and why; then the total. With `remove` it goes.
 
     Raises:
-        PipelineError: DVC's cache is in use, or a commit cannot be read; nothing is removed then.
+        ParamsError: `root` is none: below it neither runs nor copies would be found, but DVC's cache would.
+        PipelineError: DVC's cache is in use, or a commit cannot be read, and nothing is removed then; or a file cannot be
+            removed, and what the lines before have named is gone.
     """
+    if not (root / "dvc.yaml").exists():
+        raise ParamsError(f"{root}: no dvc.yaml; give the command at the root of the repository")
     links: Counter[tuple[int, int]] = Counter()
     sizes = [(leftover, freed_by(leftover.paths, links)) for leftover in _all(root, limits)]
     yield _row("what", "number", "bytes", "why")
     for leftover, size in sizes:
-        if remove and leftover.paths:
-            leftover.remove()
+        try:
+            if remove and leftover.paths:
+                leftover.remove()
+        except OSError as error:
+            raise PipelineError(
+                f"{error.filename}: {error.strerror}; gc ended there, remove it yourself or make it removable"
+            ) from None
         yield _row(leftover.what, str(len(leftover.paths)), shown(size), leftover.why)
     total = shown(sum(size for _, size in sizes))
     yield _row("total", "", total, "removed" if remove else "nothing removed yet: `python -m pipeline gc --yes` does it")
@@ -33,15 +45,19 @@ def collect(root: Path, limits: Limits, *, remove: bool) -> Iterator[str]:
 def _all(root: Path, limits: Limits) -> Iterator[Leftover]:
     found = leftovers(root, limits)
     gone = {path for leftover in found for path in leftover.paths}
-    copies = [path.parent for path in (root / ".runs" / "experiments").glob("*/workspace/.dvc") if path.parents[1] not in gone]
     yield from found
     yield from discarded(root, tracking_uri(root))
     yield Leftover(
         "DVC's cache",
-        "in no commit, tag, branch, experiment or workspace",
-        unused_in_cache(root, copies),
-        lambda: remove_unused(root, copies),
+        "in no commit, tag, branch, stash, experiment or workspace; one that lies elsewhere is left alone",
+        unused_in_cache(root, [copy for copy in _copies(root) if copy.parent not in gone]),
+        lambda: remove_unused(root, _copies(root)),  # those that are there then: one may have come, or come into use again
     )
+
+
+def _copies(root: Path) -> list[Path]:
+    """Workspaces of experiments, which share DVC's cache."""
+    return [path.parent for path in (root / ".runs" / "experiments").glob("*/workspace/.dvc")]
 
 
 def freed_by(paths: list[Path], links: Counter[tuple[int, int]]) -> int:
@@ -54,10 +70,11 @@ def freed_by(paths: list[Path], links: Counter[tuple[int, int]]) -> int:
     size = 0
     for path in paths:
         for file in [path] if not path.is_dir() else [Path(folder, name) for folder, _, names in os.walk(path) for name in names]:
-            if not file.is_symlink() and file.exists():
-                stat = file.stat()
-                links[stat.st_dev, stat.st_ino] += 1
-                size += stat.st_size if links[stat.st_dev, stat.st_ino] == stat.st_nlink else 0
+            with suppress(FileNotFoundError):
+                about = file.lstat()
+                if not stat.S_ISLNK(about.st_mode):
+                    links[about.st_dev, about.st_ino] += 1
+                    size += about.st_size if links[about.st_dev, about.st_ino] == about.st_nlink else 0
     return size
 
 

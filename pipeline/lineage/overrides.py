@@ -11,7 +11,7 @@ from ruamel.yaml.error import YAMLError
 from ruamel.yaml.representer import RoundTripRepresenter
 
 from pipeline.errors import ParamsError
-from pipeline.params.load import check_files, parse_params
+from pipeline.params.load import check_files, load_params, parse_params
 from pipeline.yaml_files import read_yaml
 
 MAX_SLUG = 60
@@ -38,7 +38,7 @@ def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
             raise ParamsError(f"override {text!r}: must be KEY=VALUE with a key of params.yaml, such as grpo.lr=1e-4")
         try:
             overrides[key.strip()] = YAML(typ="safe", pure=True).load(value)
-        except (YAMLError, ValueError) as error:
+        except (YAMLError, ValueError, RecursionError) as error:
             raise ParamsError(f"override {text!r}: the value is not YAML: {' '.join(str(error).split())}") from None
     return dict(sorted(overrides.items()))
 
@@ -49,6 +49,7 @@ def check_overrides(root: Path, overrides: Mapping[str, Any]) -> None:
     Raises:
         ParamsError: one line per fault: an unknown key with the nearest one, a value that is not allowed, an absent file.
     """
+    load_params(root / "params.yaml")  # its own faults are not the overrides'
     tree = read_yaml(root / "params.yaml")
     _set_all(tree, overrides)
     check_files(parse_params(tree, "override"), root)

@@ -6,14 +6,24 @@ import json
 import os
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import ParamsError
+from pipeline.errors import ParamsError, PipelineError
+from pipeline.lineage.causes import FIRST, code_causes, file_causes, param_causes
+from pipeline.lineage.code_hash import code_files
+from pipeline.lineage.overrides import write_overrides
+from pipeline.tracking.home import home
 
 if TYPE_CHECKING:
+    from dvc.dependency.param import ParamsDependency
+    from dvc.output import Output
+    from dvc.repo import Repo
     from dvc.stage import PipelineStage
 
 
@@ -25,7 +35,10 @@ class Verdict(StrEnum):
     """What becomes of a stage."""
 
     RUNS = "runs"
-    """Its command, a parameter, an input or an output changed. Where its run cache knows the inputs, it is restored instead."""
+    """Its command, a parameter, an input or an output changed. Where stages before it run, what they make may be in the run
+    cache with its results: then it is restored."""
+    RESTORED = "restored"
+    """The same, but DVC's run cache has the results of these very inputs."""
     MAY_RUN = "may run"
     """A stage before it runs; it runs too unless what it reads comes out unchanged."""
     UP_TO_DATE = "up to date"
@@ -37,7 +50,7 @@ class Planned:
 
     Attributes:
         stage: its name, such as `data@pretrain`.
-        causes: what changed, such as `grpo.lr modified`; for `MAY_RUN` the stages it waits for.
+        causes: what changed, such as `grpo.lr 1e-4 → 2e-4`; for `MAY_RUN` what it waits for.
         parents: the stages whose outputs it reads.
         recipe: a digest of its command, parameters and inputs where these are known and it runs: equal ones give the same result.
     """
@@ -49,31 +62,78 @@ class Planned:
     recipe: str | None = None
 
 
-def read_plan(root: Path, targets: Sequence[str] = (), *, unsettled: Collection[str] = ()) -> list[Planned]:
+def read_plan(
+    root: Path, targets: Sequence[str] = (), *, unsettled: Collection[str] = (), overrides: Mapping[str, Any] | None = None
+) -> list[Planned]:
     """The targets (all stages when left out) and everything before them, parents first, from the files as they are now.
 
-    `code` runs first in practice, because whether the others' code changed shows in what it writes.
+    What `code` is going to write is known before it runs, and so is what the run cache restores: the stages behind are judged
+    by that.
 
     Args:
         root: the repository.
         targets: names of stages; `data` is every `data@SET`.
         unsettled: stages that are running at this moment: their outputs say nothing yet, so those behind them may run.
+        overrides: values in place of those in params.yaml, by key; whether they are allowed is `check_overrides`'s to say.
 
     Raises:
         ParamsError: there is no such target.
-        dvc.exceptions.DvcException: dvc.yaml or dvc.lock cannot be read.
+        PipelineError: dvc.yaml or dvc.lock cannot be read.
     """
     from dvc.repo import Repo  # slow to import, and only who plans needs it
     from dvc.repo.reproduce import get_active_graph, plan_repro
 
-    with IN_PROCESS, Repo(os.fspath(root), _wait_for_lock=True) as repo:
+    with (
+        faults_of_dvc(root),
+        IN_PROCESS,
+        Repo(os.fspath(root), _wait_for_lock=True) as repo,
+        _overridden(repo, root, overrides or {}),
+    ):
         with repo.lock:  # DVC writes dvc.lock in place: without it half of one may be read
             graph = get_active_graph(repo.index.graph)
         chosen = [stage for target in targets for stage in _named(graph, target)]
-        planned: dict[str, Planned] = {}
+        planner = _Planner(root, repo, unsettled)
         for stage in plan_repro(graph, chosen or None):
-            planned[stage.name] = _planned(stage, list(graph.successors(stage)), planned, unsettled)
-        return list(planned.values())
+            planner.add(stage, list(graph.successors(stage)))
+        return list(planner.planned.values())
+
+
+@contextmanager
+def _overridden(repo: "Repo", root: Path, overrides: Mapping[str, Any]) -> Iterator[None]:
+    """Lets `repo` read a changed copy in place of params.yaml, in parameters and in the paths that dvc.yaml makes of them."""
+    if not overrides:
+        yield
+        return
+    from dvc.fs import LocalFileSystem
+
+    path = os.fspath(root / "params.yaml")
+    with TemporaryDirectory() as folder:
+        changed = Path(folder) / "params.yaml"
+        changed.write_text((root / "params.yaml").read_text(encoding="utf-8"), encoding="utf-8")
+        write_overrides(changed, overrides)
+
+        class Overlay(LocalFileSystem):
+            def open(self, name: str, *args: Any, **options: Any) -> Any:
+                return super().open(os.fspath(changed) if os.path.abspath(name) == path else name, *args, **options)
+
+        repo.fs = Overlay(url=repo.root_dir)
+        yield
+
+
+@contextmanager
+def faults_of_dvc(root: Path) -> Iterator[None]:
+    """Makes one line of what DVC finds wrong with dvc.yaml, dvc.lock or its settings.
+
+    Raises:
+        PipelineError: in place of a `DvcException` of the block.
+    """
+    from dvc.exceptions import DvcException
+
+    try:
+        yield
+    except DvcException as error:
+        mend = "; `git checkout dvc.lock` brings the committed one back, DVC's cache what was made since"
+        raise PipelineError(f"{root}: {' '.join(str(error).split())}{mend if 'dvc.lock' in str(error) else ''}") from None
 
 
 def _named(stages: Iterable["PipelineStage"], target: str) -> list["PipelineStage"]:
@@ -85,42 +145,140 @@ def _named(stages: Iterable["PipelineStage"], target: str) -> list["PipelineStag
     return found
 
 
-def _planned(
-    stage: "PipelineStage", before: Sequence["PipelineStage"], planned: Mapping[str, Planned], unsettled: Collection[str]
-) -> Planned:
-    parents = sorted(parent.name for parent in before)
-    if stage.name in unsettled:
-        return Planned(stage.name, Verdict.RUNS, ["is running"], parents)
-    waits = [name for name in parents if planned[name].verdict is not Verdict.UP_TO_DATE]
-    pending = {out.fs_path for parent in before if parent.name in waits for out in parent.outs}
-    if causes := list(_own_causes(stage, pending)):
-        return Planned(stage.name, Verdict.RUNS, causes, parents, None if waits else _recipe(stage))
-    return Planned(stage.name, Verdict.MAY_RUN if waits else Verdict.UP_TO_DATE, [f"{name} runs" for name in waits], parents)
+@dataclass
+class _Planner:
+    """Judges stages, parents first.
+
+    Attributes:
+        planned: the judged ones by name.
+        coming: digest by path of what stages before will have written anew; None where nobody knows yet.
+    """
+
+    root: Path
+    repo: "Repo"
+    unsettled: Collection[str]
+    planned: dict[str, Planned] = field(default_factory=dict)
+    coming: dict[str, str | None] = field(default_factory=dict)
+
+    def add(self, stage: "PipelineStage", before: Sequence["PipelineStage"]) -> None:
+        """Judges a stage whose parents are judged."""
+        parents = sorted(parent.name for parent in before)
+        if stage.name in self.unsettled:
+            self.planned[stage.name] = Planned(stage.name, Verdict.RUNS, ["is running"], parents)
+            self.coming |= {out.fs_path: None for out in stage.outs}
+            return
+        unknown = {parent.name for parent in before if any(self.coming.get(out.fs_path, "") is None for out in parent.outs)}
+        waits = [name for name in parents if name in unknown and self._reads(stage, before, name)]
+        causes = list(self._causes(stage))
+        verdict, recipe = Verdict.UP_TO_DATE, None
+        if causes:
+            verdict = Verdict.RUNS
+            if not waits and self._settle_inputs(stage):
+                recipe = _recipe(stage)
+                if (entry := self._in_run_cache(stage)) is not None:
+                    verdict = Verdict.RESTORED
+                    digests = {out["path"]: out["md5"] for out in entry["outs"]}
+                    self.coming |= {out.fs_path: digests[out.def_path] for out in stage.outs}
+        elif waits:
+            verdict, causes = Verdict.MAY_RUN, [f"unless {name} comes out unchanged" for name in waits]
+        if verdict in (Verdict.RUNS, Verdict.MAY_RUN):
+            known = self._code if stage.name == "code" else {}
+            self.coming |= {out.fs_path: _md5(known[out.def_path]) if out.def_path in known else None for out in stage.outs}
+        self.planned[stage.name] = Planned(stage.name, verdict, causes, parents, recipe)
+
+    @cached_property
+    def _code(self) -> dict[str, str]:
+        """Text by path of what stage `code` writes for the code as it is."""
+        return {f"data/code/{name}": text for name, text in code_files(self.root).items()}
+
+    def _reads(self, stage: "PipelineStage", before: Sequence["PipelineStage"], name: str) -> bool:
+        """Whether the stage reads something of a parent that nobody knows yet."""
+        outs = {out.fs_path for parent in before if parent.name == name for out in parent.outs}
+        return any(dep.fs_path in outs and self.coming.get(dep.fs_path, "") is None for dep in stage.deps)
+
+    def _causes(self, stage: "PipelineStage") -> Iterator[str]:
+        """What differs from dvc.lock, what nobody knows yet left out."""
+        from dvc.dependency.param import ParamsDependency
+
+        if not any(entry.hash_info for entry in [*stage.deps, *stage.outs]):
+            yield FIRST
+            return
+        if stage.cmd_changed:
+            yield "command changed"
+        for dep in stage.deps:
+            if isinstance(dep, ParamsDependency):
+                yield from _param_causes(dep)
+            elif dep.fs_path in self.coming:
+                yield from self._coming_causes(dep)
+            else:
+                yield from self._file_causes(dep)
+        gone: dict[str, list[str]] = {}
+        for out in stage.outs:
+            for path, change in out.status().items():
+                gone.setdefault(change, []).append(path)
+        for change, paths in gone.items():
+            yield f"{paths[0]} {change}" + (f", and {len(paths) - 1} more" if len(paths) > 1 else "")
+
+    def _coming_causes(self, dep: "Output") -> Iterator[str]:
+        digest, before = self.coming[dep.fs_path], dep.hash_info.value
+        if digest is None or digest == before:
+            return
+        if dep.def_path in self._code and before is not None:
+            yield from code_causes(self.root, before, json.loads(self._code[dep.def_path]))
+        else:
+            yield f"{dep.def_path} {'modified' if before else 'new'}"
+
+    def _file_causes(self, dep: "Output") -> Iterator[str]:
+        for path, change in dep.status().items():
+            if change == "modified" and dep.hash_info.value:
+                yield from file_causes(self.root, home(self.root), path, dep.hash_info.value)
+            else:
+                yield f"{path} {change}"
+
+    def _settle_inputs(self, stage: "PipelineStage") -> bool:
+        """Gives the stage the digests of the inputs that it is going to read; False where one is missing."""
+        from dvc.exceptions import DvcException
+        from dvc_data.hashfile.hash_info import HashInfo
+        from dvc_data.hashfile.meta import Meta
+
+        for dep in stage.deps:
+            try:
+                if (digest := self.coming.get(dep.fs_path)) is not None:
+                    dep.hash_info, dep.meta = HashInfo("md5", digest), Meta()  # the meta of before has the digest, too
+                    dep.get_hash = partial(HashInfo, "md5", digest)  # type: ignore[method-assign]  # the file may be gone
+                else:
+                    dep.save()
+            except DvcException:  # the stage itself will say so
+                return False
+        return True
+
+    def _in_run_cache(self, stage: "PipelineStage") -> Mapping[str, Any] | None:
+        """Lock entry of the results that DVC would restore for the settled inputs."""
+        from dvc.stage import PipelineStage, create_stage
+        from dvc.stage.loader import StageLoader
+
+        entry = self.repo.stage_cache._load(stage)  # what `restore` looks up, which does not say what it found
+        if entry is None:
+            return None
+        outs = [out["path"] for out in entry["outs"]]
+        found = create_stage(PipelineStage, repo=self.repo, path=stage.path, cmd=entry["cmd"], wdir=stage.wdir, outs=outs)
+        StageLoader.fill_from_lock(found, entry)
+        return entry if found.outs_cached() else None
 
 
-def _recipe(stage: "PipelineStage") -> str | None:
-    """What DVC's run cache looks results up by, as a digest; None where an input is missing."""
-    from dvc.exceptions import DvcException
+def _param_causes(dep: "ParamsDependency") -> Iterator[str]:
+    before = dep.hash_info.value if dep.hash_info else {}
+    yield from param_causes(before, dep.read_params())
+
+
+def _recipe(stage: "PipelineStage") -> str:
+    """What DVC's run cache looks results up by, as a digest."""
     from dvc.stage.serialize import to_single_stage_lockfile
 
-    try:
-        stage.save_deps()
-    except DvcException:  # the stage itself will say so
-        return None
     known = to_single_stage_lockfile(stage)
     recipe = [known.get("cmd"), known.get("deps"), known.get("params"), sorted(out.def_path for out in stage.outs)]
     return hashlib.sha256(json.dumps(recipe, default=str).encode()).hexdigest()[:16]
 
 
-def _own_causes(stage: "PipelineStage", pending: Collection[str]) -> Iterator[str]:
-    """What differs from dvc.lock, the files at the paths in `pending` left out: a stage before this one writes them anew."""
-    if stage.cmd_changed:
-        yield "command changed"
-    for entry in [*stage.deps, *stage.outs]:
-        if entry.fs_path in pending:
-            continue
-        for path, change in entry.status().items():
-            if isinstance(change, dict):  # a parameter file: one change per key
-                yield from (f"{key} {what}" for key, what in change.items())
-            else:
-                yield f"{path} {change}"
+def _md5(text: str) -> str:
+    return hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import PipelineError
-from pipeline.lineage.declaration import declaration, is_entry_of, read_again
+from pipeline.lineage.declaration import declaration, read_lock
 from pipeline.params import load_params
 from pipeline.tracking.run_folder import RunFolder, read_json, run_key
 from pipeline.tracking.store import is_server
@@ -53,9 +53,10 @@ def recorded_runs(root: Path, home: Path, stage: str) -> list[RunFolder]:
         stage: the stage.
     """
     runs = home / ".runs" / stage
-    if not any(runs.glob("*/*/run.json")) or not (locked := _locked(root, stage)):
+    made = read_lock(root / "dvc.lock").get(stage)
+    if not any(runs.glob("*/*/run.json")) or made is None:
         return []
-    recipe = runs / _key(root, stage, locked)
+    recipe = runs / _key(root, stage, made.digests)
     newest_first = sorted(recipe.glob("*"), key=lambda path: int(path.name) if path.name.isdecimal() else 0, reverse=True)
     return [RunFolder(path) for path in newest_first if read_json(path / "exit.json").get("code") == 0]
 
@@ -70,33 +71,29 @@ def recorded_outputs(root: Path, stage: str, recipe: str, params: Mapping[str, A
         params: of the run.
         inputs: digests of what it read, by path.
     """
-    locked = _locked(root, stage)
-    code = {dep["path"]: dep["md5"] for dep in locked.get("deps", [])}.get(f"data/code/{stage}.json")
-    if not is_entry_of(locked, params, inputs) or run_key(stage, params, inputs, code) != recipe:
+    made, code = read_lock(root / "dvc.lock").get(stage), f"data/code/{stage}.json"
+    if made is None or made.params != params or not made.digests.items() >= inputs.items():
         return {}
-    return {out["path"]: out["md5"] for out in locked.get("outs", [])}
-
-
-def _locked(root: Path, stage: str) -> dict[str, Any]:
-    """A stage's entry in dvc.lock; empty where there is none, and while DVC writes the file."""
-    file = root / "dvc.lock"
-    known = (read_again(file) or {}) if file.exists() else {}
-    return dict(known.get("stages", {}).get(stage, {}))
+    read = {path: digest for path, digest in inputs.items() if path != code}
+    return made.outs if run_key(stage, params, read, made.digests.get(code)) == recipe else {}
 
 
 def tracked_run(root: Path, home: Path, stage: str) -> TrackedRun | None:
     """The newest MLflow run of `recorded_runs`; None where no feeder has made one (yet)."""
     for folder in recorded_runs(root, home, stage):
         if run_id := read_json(folder.feeder_note).get("run_id"):
-            uri = read_json(folder.about).get("tracking_uri", "")
-            served = is_server(uri)
-            return TrackedRun(f"{uri.rstrip('/') if served else LOCAL_UI}/#/runs/{run_id}", served)
+            return run_page(read_json(folder.about).get("tracking_uri", ""), run_id)
     return None
 
 
-def _key(root: Path, stage: str, locked: Mapping[str, Any]) -> str:
+def run_page(tracking_uri: str, run_id: str) -> TrackedRun:
+    """Where MLflow shows a run."""
+    served = is_server(tracking_uri)
+    return TrackedRun(f"{tracking_uri.rstrip('/') if served else LOCAL_UI}/#/runs/{run_id}", served)
+
+
+def _key(root: Path, stage: str, digests: Mapping[str, str]) -> str:
     """The key of the run folder: from the digests in dvc.lock, so that nothing large is read again."""
-    digests = {dep["path"]: dep["md5"] for dep in locked.get("deps", [])}
     code = digests.get(f"data/code/{stage}.json")
     declared = declaration(stage, load_params(root / "params.yaml"), dvc_file=root / "dvc.yaml")
     return run_key(stage, declared.params, {path: digests.get(path, "") for path in declared.deps}, code)

@@ -9,8 +9,8 @@ from typing import Any
 from pipeline.digests import digest
 from pipeline.errors import DataError
 from pipeline.lineage.history import Lock, Made, file_at, locks_with
-from pipeline.tracking.description import flatten
-from pipeline.tracking.run_folder import RunFolder, read_json
+from pipeline.lineage.runs import run_that_made
+from pipeline.tracking.run_folder import read_json
 
 EVALUATION = "metrics/eval.json"
 BOUNDS = ("_low", "_high", "_n")
@@ -103,20 +103,15 @@ def whence(file: Path, root: Path, runs: Path) -> Origin:
         commits=[{"commit": each.commit, "time": each.time or ""} for each in found if each.commit],
         steps=[Step(step.stage, step.params, step.deps, step.outs, _run_of(step, root, runs)) for step in lock.ancestry(made)],
         sources=lock.sources(made),
-        evaluation=_evaluation(root, lock, made),
+        evaluation=evaluation_of(root, lock, made),
     )
 
 
 def _run_of(made: Made, root: Path, runs: Path) -> Run | None:
-    found = []
-    for path in (runs / made.stage).glob("*/*/run.json"):
-        folder = RunFolder(path.parent)
-        about, end = read_json(folder.about), read_json(folder.exit)
-        if end.get("code") == 0 and _made_this(about, made):
-            found.append((about, end, folder))
-    if not found:
+    folder = run_that_made(made, runs)
+    if folder is None:
         return None
-    about, end, folder = max(found, key=lambda each: each[0]["started_s"])
+    about, end = read_json(folder.about), read_json(folder.exit)
     return Run(
         name=about["name"],
         folder=str(folder.path.relative_to(root) if folder.path.is_relative_to(root) else folder.path),
@@ -127,17 +122,11 @@ def _run_of(made: Made, root: Path, runs: Path) -> Run | None:
     )
 
 
-def _made_this(about: Mapping[str, Any], made: Made) -> bool:
-    """Whether the run had these parameters and inputs. Equal ones give equal bytes, whichever run it was."""
-    read = {path: about["tags"].get(f"dvc.{path}") for path in made.deps}
-    return read == made.deps and flatten(about["params"]) == {key: str(value) for key, value in made.params.items()}
-
-
-def _evaluation(root: Path, lock: Lock, made: Made) -> dict[str, float]:
+def evaluation_of(root: Path, lock: Lock, made: Made) -> dict[str, float]:
     """What metrics/eval.json of the same commit says of the model, if `eval` had read it then."""
     judge = lock.stages.get("eval")
     text = file_at(root, lock.commit, EVALUATION)
-    if judge is None or text is None or not made.outs.items() <= (judge.deps | made.outs).items():
+    if judge is None or text is None or not made.outs.items() <= (made.outs | judge.deps).items():
         return {}
     if not made.outs.keys() & judge.deps.keys():
         return {}

@@ -303,6 +303,20 @@ class Tools(Section):
     extra: str | None  # a Python file below external/ with tools of the user's own
 
 
+GatedMetric = Literal[
+    "bits_per_byte",
+    "stops_frac",
+    "qa_exact",
+    "qa_exact_greedy",
+    "preference_accuracy",
+    "reward_mean",
+    "tool_success",
+    "tool_success_greedy",
+    "tool_earned",
+    "tool_valid_frac",
+]
+
+
 class Eval(Section):
     seed: Count
     panel_rows: Positive
@@ -312,6 +326,7 @@ class Eval(Section):
     max_turns: Positive
     batch_size: Positive
     confidence: OpenFrac
+    gate: list[GatedMetric] | None  # in which no model may be worse than its parent
 
 
 class Runtime(Section):
@@ -325,8 +340,10 @@ class Runtime(Section):
     save_every_s: PositiveFloat
     keep_saves: Positive  # the newest, of an unfinished run
     keep_every_steps: Positive | None  # saves at multiples of it stay, also when the run has finished
+    keep_rollouts: bool  # every trajectory that ppo, grpo and agent sample, for `python -m pipeline replay-step`
     progress: Literal["auto", "on", "off"]
     mlflow: bool
+    guard: Literal["off", "warn", "stop"]  # what a problem in a run's signals does to it: docs/diagnosis.md
     gradient_checkpointing: bool
 
 

@@ -4,7 +4,7 @@
 | --- | --- |
 | 0 | finished |
 | 1 | a programming mistake (traceback), or something lies in the way |
-| 2 - 7 | a `PipelineError`: parameters, data, numerics, memory, held by another process, no space on the disk |
+| 2 - 8 | a `PipelineError`: parameters, data, numerics or the guard, memory, held elsewhere, worse than the parent, disk full |
 | 128 + n | stopped by signal n after saving; a second signal, or 25 s without the end of a step, stops at once |
 """
 

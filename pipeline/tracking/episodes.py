@@ -58,7 +58,7 @@ def log_episodes(fed: FedRun) -> None:
     client = TracingClient(fed.client.tracking_uri)
     found = fed.client.search_traces(locations=[fed.experiment_id], run_id=fed.id, include_spans=False)
     there = {trace.info.trace_id for trace in found}
-    ended_s = record.times()
+    ended_s = {line["step"]: line["time_s"] for line in record.lines()}
     for row in chosen:
         info, spans = _trace(fed, row, ended_s.get(row["step"], record.started_s))
         if info.trace_id not in there:

@@ -7,16 +7,19 @@ a folder just before finds it gone and makes a new one (`supervise.hold`).
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import HeldError
+from pipeline.lineage.declaration import Locked, read_lock
 from pipeline.supervise import hold, is_held
-from pipeline.tracking.run_folder import RunFolder, read_json
+from pipeline.tracking.run_folder import RunFolder, read_json, run_key
 
 DAY_S = 86400.0
+KEEP_DAYS = 14.0
+"""How long unfinished runs and caches stay after their last use when nobody says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +27,9 @@ class Limits:
     """What stays.
 
     Attributes:
-        runs: finished runs of each stage that keep their samples and logs.
-        age_s: unfinished runs, experiments' copies, caches and output logs stay this long after their last use.
+        runs: finished runs of each stage that keep their samples, rollouts and logs.
+        age_s: what somebody may come back to stays this long after its last use: unfinished runs, the last save of one whose
+            results DVC does not have, experiments' copies, caches, output logs.
         keep_records: whether finished runs beyond `runs` keep metrics.jsonl, run.json and exit.json.
     """
 
@@ -57,19 +61,22 @@ def leftovers(root: Path, limits: Limits) -> list[Leftover]:
     folders = [RunFolder(path.parent) for path in runs.glob("*/*/*/run.json")]
     finished = [folder for folder in folders if _is_finished(folder)]
     surplus = list(_surplus(finished, limits.runs))
-    abandoned = list(_abandoned(folders, limits.age_s))
+    unfinished = list(abandoned(folders, limits.age_s))
     copies = [path.parent for path in runs.glob("experiments/*/lock") if _is_old(path.parent, limits.age_s)]
+    locks = [read_lock(path) for path in (root / "dvc.lock", *runs.glob("experiments/*/workspace/dvc.lock"))]
     days = f"unused for {limits.age_s / DAY_S:g} days"
     beyond = f"beyond the newest {limits.runs} of each stage"
     found = [
-        _files("saves of finished runs", "nothing resumes from them", _saves(finished)),
+        _saves(finished, locks, limits.age_s),
         _files("caches of eval and dpo", f"{days}; made again where needed", _caches(runs, limits.age_s)),
         _files("output logs", days, [path for path in runs.glob("*/output.log") if _is_old(path, limits.age_s)]),
-        _folders(runs, "abandoned runs", f"unfinished, {days}, not the newest of its stage", abandoned, _is_abandoned(limits)),
+        _folders(runs, "abandoned runs", f"unfinished, {days}, not the newest of its stage", unfinished, _is_abandoned(limits)),
         _folders(runs, "experiments' copies", f"{days}, no process holds them", copies, lambda path: _is_old(path, limits.age_s)),
     ]
     if limits.keep_records:
         found.append(_files("samples and logs of finished runs", f"{beyond}; MLflow has them", _bulk(surplus)))
+        paths = [folder.rollouts for folder in surplus if folder.rollouts.is_dir()]
+        found.append(_files("rollouts of finished runs", f"{beyond}; their steps cannot be replayed then", paths))
     else:
         whole = [folder.path for folder in surplus]
         found.append(_folders(runs, "finished runs", beyond, whole, lambda path: _is_finished(RunFolder(path))))
@@ -83,8 +90,16 @@ def _is_finished(folder: RunFolder) -> bool:
 
 def _last_use(path: Path) -> float:
     """Of a file, or of a folder's own files: Unix time."""
-    files = [path] if path.is_file() else [entry for entry in path.iterdir() if entry.is_file()]
-    return max((file.stat().st_mtime for file in files), default=path.stat().st_mtime)
+    files = [entry for entry in path.iterdir() if not entry.is_dir()] if path.is_dir() else [path]
+    return max(map(_changed, files), default=_changed(path))
+
+
+def _changed(path: Path) -> float:
+    """Unix time; 0 for what has gone meanwhile, such as a file that a trainer renames."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _is_old(path: Path, age_s: float) -> bool:
@@ -93,15 +108,16 @@ def _is_old(path: Path, age_s: float) -> bool:
 
 def _surplus(finished: Iterable[RunFolder], keep: int) -> Iterator[RunFolder]:
     by_stage: dict[str, list[RunFolder]] = {}
-    for folder in sorted(finished, key=lambda folder: folder.about.stat().st_mtime, reverse=True):
+    for folder in sorted(finished, key=lambda folder: _changed(folder.about), reverse=True):
         by_stage.setdefault(folder.stage, []).append(folder)
     for stage in by_stage.values():
         yield from stage[keep:]
 
 
-def _abandoned(folders: Iterable[RunFolder], age_s: float) -> Iterator[Path]:
+def abandoned(folders: Iterable[RunFolder], age_s: float) -> Iterator[Path]:
+    """Unfinished runs that nothing has touched for `age_s` seconds; the newest of a stage is none."""
     newest: dict[str, RunFolder] = {}
-    for folder in sorted(folders, key=lambda folder: folder.about.stat().st_mtime):
+    for folder in sorted(folders, key=lambda folder: _changed(folder.about)):
         newest[folder.stage] = folder
     for folder in folders:
         if folder != newest[folder.stage] and not _is_finished(folder) and _is_old(folder.path, age_s):
@@ -112,8 +128,35 @@ def _is_abandoned(limits: Limits) -> Callable[[Path], bool]:
     return lambda path: not _is_finished(RunFolder(path)) and _is_old(path, limits.age_s)
 
 
-def _saves(finished: Iterable[RunFolder]) -> list[Path]:
-    return [path for folder in finished for path in folder.path.glob("state-*")]
+def _saves(finished: Iterable[RunFolder], locks: Sequence[Mapping[str, Locked]], age_s: float) -> Leftover:
+    """All but the last one of a run whose results DVC does not have (yet): it makes them again when DVC fails to take them."""
+    found: dict[RunFolder, list[Path]] = {}
+    for folder in finished:
+        kept = set()
+        for last in folder.commits()[:1]:
+            if not _is_old(folder.commit(last), age_s) and not _is_recorded(folder, locks):
+                kept = {folder.state(last), folder.commit(last)}
+        found[folder] = [path for path in folder.path.glob("state-*") if path not in kept]
+
+    def remove() -> None:
+        for folder, paths in found.items():
+            with suppress(HeldError), hold(folder.lock, wait=False):
+                if _is_finished(folder):  # else it has been taken up again
+                    remove_paths(paths)
+
+    paths = [path for of_run in found.values() for path in of_run]
+    return Leftover("saves of finished runs", "nothing resumes from them", paths, remove)
+
+
+def _is_recorded(folder: RunFolder, locks: Sequence[Mapping[str, Locked]]) -> bool:
+    """Whether one of these dvc.lock has the results of the run's recipe."""
+    params = read_json(folder.about).get("params")
+    code_file = f"data/code/{folder.stage}.json"
+    for made in filter(None, (locked.get(folder.stage) for locked in locks)):
+        inputs = {path: digest for path, digest in made.digests.items() if path != code_file}
+        if made.params == params and run_key(folder.stage, params, inputs, made.digests.get(code_file)) == folder.recipe:
+            return True
+    return False
 
 
 def _bulk(surplus: Iterable[RunFolder]) -> list[Path]:
@@ -121,7 +164,7 @@ def _bulk(surplus: Iterable[RunFolder]) -> list[Path]:
     found = []
     for folder in surplus:
         noted, about = read_json(folder.feeder_note), read_json(folder.about)
-        if noted.get("complete") == about["attempt"]:
+        if "attempt" in about and noted.get("complete") == about["attempt"]:
             found += [path for path in (folder.samples, folder.system, folder.feeder_log) if path.exists()]
     return found
 
@@ -166,7 +209,7 @@ def _retire(runs: Path, path: Path, still: Callable[[Path], bool]) -> None:
 def remove_paths(paths: Iterable[Path]) -> None:
     """Removes files, and folders with all that is in them; what is gone already is no fault."""
     for path in paths:
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)

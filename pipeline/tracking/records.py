@@ -11,6 +11,7 @@ from typing import Any
 from pipeline.errors import ParamsError
 from pipeline.supervise import is_held
 from pipeline.tracking.run_folder import RunFolder, read_json
+from pipeline.tracking.usage import SECONDS, total
 
 
 @dataclass(slots=True)
@@ -61,9 +62,19 @@ class Record:
         return float(self.about.get("started_s", 0.0))
 
     @property
+    def why(self) -> list[str]:
+        """Why it ran, a line per cause."""
+        return list(self.about.get("why", []))
+
+    @property
+    def used(self) -> dict[str, float]:
+        """`seconds`, `cpu_s`, `device_s` and `energy_j` of all its attempts, as far as they are known; pauses do not count."""
+        return total(self.about.get("spent", {}), self.end.get("used", {}))
+
+    @property
     def seconds(self) -> float | None:
-        """From its first start to its end, pauses included; None without an orderly end."""
-        return round(self.end["time_s"] - self.started_s, 3) if "time_s" in self.end else None
+        """That it ran, pauses left out; None without an orderly end."""
+        return self.used.get(SECONDS) if self.end else None
 
     @property
     def finished(self) -> bool:
@@ -83,7 +94,7 @@ class Record:
     def metrics(self) -> dict[str, Series]:
         """Every metric by name, in the order in which they first came."""
         found: dict[str, Series] = {}
-        for line in _lines(self.folder.metrics):
+        for line in self.lines():
             for key, value in line["metrics"].items():
                 if value is not None:
                     series = found.setdefault(key, Series())
@@ -91,9 +102,14 @@ class Record:
                     series.values.append(value)
         return found
 
-    def times(self) -> dict[int, float]:
-        """Step -> Unix time at which its metrics were logged."""
-        return {line["step"]: line["time_s"] for line in _lines(self.folder.metrics)}
+    @property
+    def steps(self) -> int:
+        """The last step that it measured; 0 before any."""
+        return max((series.steps[-1] for series in self.metrics.values()), default=0)
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Every logged step in order: `step`, `time_s` and its `metrics`; what was not finite is None."""
+        return _lines(self.folder.metrics)
 
     def samples(self) -> Iterator[dict[str, Any]]:
         """What it generated, a row each, `step` first; none once `pipeline gc` has removed them."""
@@ -110,6 +126,20 @@ def all_runs(home: Path) -> list[RunFolder]:
     return [RunFolder(path.parent) for path in sorted(abouts, key=lambda path: path.stat().st_mtime)]
 
 
+def newest_finished(home: Path, stage: str) -> Record | None:
+    """The finished run of a stage that started last; None where there is none."""
+    records = [Record(RunFolder(path.parent)) for path in (home / ".runs" / stage).glob("*/*/run.json")]
+    return max((record for record in records if record.finished), key=lambda record: record.started_s, default=None)
+
+
+def past_seconds(home: Path, stage: str) -> float | None:
+    """How long a stage took the last time; None where nobody knows. A stage without runs leaves it in its exit.json."""
+    record = newest_finished(home, stage)
+    end = record.end if record is not None else read_json(home / ".runs" / stage / "exit.json")
+    used = record.used if record is not None else end.get("used", {})
+    return used.get(SECONDS) if end.get("code") == 0 else None
+
+
 def find_runs(home: Path, names: Sequence[str]) -> list[RunFolder]:
     """The run folders that are meant.
 
@@ -122,6 +152,12 @@ def find_runs(home: Path, names: Sequence[str]) -> list[RunFolder]:
     """
     folders = all_runs(home)
     return [_find(home, name, folders) for name in names]
+
+
+def is_complete(folder: RunFolder, uri: str | None = None) -> bool:
+    """Whether feeder.json says that the store (at `uri`, or the run's own) has all that the last attempt left."""
+    about, noted = read_json(folder.about), read_json(folder.feeder_note)
+    return noted.get("complete") == about.get("attempt") and noted.get("tracking_uri") == (uri or about.get("tracking_uri"))
 
 
 def _find(home: Path, name: str, folders: Sequence[RunFolder]) -> RunFolder:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from pipeline.errors import HeldError, PipelineError
 from pipeline.supervise import hold, is_held
-from pipeline.tracking.records import all_runs
+from pipeline.tracking.records import all_runs, is_complete
 from pipeline.tracking.run_folder import RunFolder
-from pipeline.tracking.sender import TRACKER_FAULTS, Sender, is_complete
+from pipeline.tracking.sender import TRACKER_FAULTS, Sender
 
 
 def send_missing(folders: Sequence[RunFolder], uri: str | None) -> Iterator[str]:

@@ -6,6 +6,7 @@ Processes talk through these files alone:
 | --- | --- | --- |
 | run.json | trainer, at each start | who this run is: name, params, tags, attempt |
 | metrics.jsonl, samples.jsonl | trainer, appended | the truth about what happened |
+| rollouts/STEP.npz | trainer, at each step of a stage that samples | every trajectory of the step, by its key |
 | state-STEP.pt, state-STEP.json | trainer, at each save | resumable state; its checksum, and those of the files above |
 | exit.json | trainer, at its end | exit code, reason, time; absent while it runs and after SIGKILL |
 | lock | trainer | held while it lives |
@@ -94,6 +95,13 @@ class RunFolder:
     def feeder_note(self) -> Path:
         return self.path / "feeder.json"
 
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts"
+
+    def rollout(self, step: int) -> Path:
+        return self.rollouts / f"{step:08d}.npz"
+
     def state(self, step: int) -> Path:
         return self.path / f"state-{step:08d}.pt"
 
@@ -151,7 +159,7 @@ def run_key(stage: str, params: Mapping[str, Any], digests: Mapping[str, str], c
     return hashlib.sha256(json.dumps(recipe, sort_keys=True, allow_nan=False).encode()).hexdigest()[:16]
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, *, warn: bool = True) -> dict[str, Any]:
     """A file's JSON object, or an empty one when there is no file, or (with a warning on stderr) none that can be read."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -163,7 +171,8 @@ def read_json(path: Path) -> dict[str, Any]:
         if isinstance(value, dict):
             return value
         reason = f"holds a {type(value).__name__}, not an object"
-    print(f"{path}: unreadable, counts as absent ({reason})", file=sys.stderr, flush=True)
+    if warn:
+        print(f"{path}: unreadable, counts as absent ({reason})", file=sys.stderr, flush=True)
     return {}
 
 

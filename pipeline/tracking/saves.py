@@ -141,7 +141,7 @@ def newest_save(folder: RunFolder) -> dict[str, Any] | None:
         leftover.unlink(missing_ok=True)
     steps = folder.commits()
     for step, before in zip_longest(steps, steps[1:]):
-        fault = _fault(folder, step)
+        fault = fault_of(folder, step)
         if fault is None:
             return read_json(folder.commit(step))
         instead = "there is none before it" if before is None else f"going back to {folder.state(before).name}"
@@ -152,7 +152,7 @@ def newest_save(folder: RunFolder) -> dict[str, Any] | None:
     return None
 
 
-def _fault(folder: RunFolder, step: int) -> str | None:
+def fault_of(folder: RunFolder, step: int) -> str | None:
     """Why the save of `step` cannot be gone on with, or None."""
     names = ("step", "crc32", *NO_RECORDS)
     try:

@@ -266,12 +266,6 @@ class Sender:
             note(f"{self._folder.feeder_note}: not written: {error}")
 
 
-def is_complete(folder: RunFolder, uri: str | None = None) -> bool:
-    """Whether feeder.json says that the store (at `uri`, or the run's own) has all that the last attempt left."""
-    about, noted = read_json(folder.about), read_json(folder.feeder_note)
-    return noted.get("complete") == about.get("attempt") and noted.get("tracking_uri") == (uri or about.get("tracking_uri"))
-
-
 def note(line: str) -> None:
     """Prints a line with the time in front on stderr."""
     print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}", file=sys.stderr, flush=True)

@@ -12,20 +12,22 @@ from tokenizers import Tokenizer
 
 from pipeline.errors import DiskSpaceError
 from pipeline.model.config import ModelConfig, num_parameters
+from pipeline.params.schema import Runtime
 from pipeline.tracking.run_folder import RunFolder
 
 FLOAT_BYTES = 4
 ADAMW = 3  # a weight and its two moments
+ROLLOUT_BYTES = 7  # of a sampled token in `rollouts/`: id, logprob, and its share of the prompt
 COPIES_OF_OUTPUT = 2  # the checkpoint, and what DVC keeps of it in its cache
 
 
 def check_space(
-    stage: str, folder: RunFolder, root: Path, params: Mapping[str, Any], inputs: Sequence[str | Path], keep_saves: int
+    stage: str, folder: RunFolder, root: Path, params: Mapping[str, Any], inputs: Sequence[str | Path], runtime: Runtime
 ) -> None:
     """Compares what the run at `folder` will write with what is free.
 
-    `keep_saves` + 1 states (one is written before one is removed), less those that lie there, and the outputs below `root`.
-    Saves that stay come on top: their number is not known here.
+    `keep_saves` + 1 states (one is written before one is removed) and the rollouts of all steps, less what lies there, and the
+    outputs below `root`. Saves that stay come on top: their number is not known here.
 
     Raises:
         DiskSpaceError: in one line, what is needed and free, and how to mend it.
@@ -34,11 +36,13 @@ def check_space(
     if not weights:
         return
     state = ADAMW * weights * (2 if stage == "ppo" else 1)  # ppo trains a critic of the policy's size beside it
-    there = sum(_size(path) for path in folder.path.glob("state-*.pt") if path.is_file())
+    rollouts = _rollout_bytes(stage, root, params, inputs) if runtime.keep_rollouts else 0
+    written = [*folder.path.glob("state-*.pt"), *folder.rollouts.glob("*.npz")]
+    there = sum(_size(path) for path in written if path.is_file())
     needed: defaultdict[int, int] = defaultdict(int)
     free: dict[int, int] = {}
     for place, size in (
-        (folder.path, max(0, (keep_saves + 1) * state - there)),
+        (folder.path, max(0, (runtime.keep_saves + 1) * state + rollouts - there)),
         (root, COPIES_OF_OUTPUT * weights),
     ):
         device = os.stat(place).st_dev
@@ -47,8 +51,10 @@ def check_space(
     for device, size in needed.items():
         if size > free[device]:
             raise DiskSpaceError(
-                f"{folder.path}: needs about {_shown(size)} on its disk, for saves of {_shown(state)} and outputs, and "
-                f"{_shown(free[device])} are free; `python -m pipeline gc` frees some, or lower runtime.keep_saves={keep_saves}"
+                f"{folder.path}: needs about {_shown(size)} on its disk, for saves of {_shown(state)}"
+                + (f", rollouts of {_shown(rollouts)}" if rollouts else "")
+                + f" and outputs, and {_shown(free[device])} are free; `python -m pipeline gc` frees some, or lower "
+                f"runtime.keep_saves={runtime.keep_saves}" + (", or set runtime.keep_rollouts: false" if rollouts else "")
             )
 
 
@@ -68,6 +74,19 @@ def _trained_bytes(stage: str, root: Path, params: Mapping[str, Any], inputs: Se
     # an adapter is two factors of a matrix, `rank` wide
     width = json.loads(start.with_suffix(".json").read_text(encoding="utf-8"))["model"]["hidden_size"]
     return int(_size(start) * min(1.0, 2 * own["rank"] / width))
+
+
+def _rollout_bytes(stage: str, root: Path, params: Mapping[str, Any], inputs: Sequence[str | Path]) -> int:
+    """Of all trajectories of a run, if each is as long as it may be and no group is sampled anew; 0 where nothing is sampled."""
+    own = params.get(stage, {})
+    reports = [path for path in (root / name / "report.json" for name in inputs) if path.is_file()]
+    if "max_new_tokens" not in own or not reports:
+        return 0
+    prompts = json.loads(reports[0].read_text(encoding="utf-8"))["train"]
+    steps = own["epochs"] * -(-prompts // own["batch_size"])
+    rows = own["batch_size"] * own.get("group_size", 1)
+    tokens = own["max_new_tokens"] * own.get("max_turns", 1)
+    return int(ROLLOUT_BYTES * tokens * rows * min(steps, own["max_steps"] or steps))
 
 
 def _size(path: Path) -> int:

@@ -17,7 +17,12 @@ SQLITE = "sqlite:///"
 
 def tracking_uri(root: Path) -> str:
     """`MLFLOW_TRACKING_URI`, or else the SQLite file in the repository root, as an absolute path."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{root.resolve() / 'mlflow.db'}"
+    return os.environ.get("MLFLOW_TRACKING_URI") or own_store(root)
+
+
+def own_store(root: Path) -> str:
+    """The SQLite file in the repository root."""
+    return f"{SQLITE}{root.resolve() / 'mlflow.db'}"
 
 
 def is_server(uri: str) -> bool:

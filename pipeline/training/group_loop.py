@@ -20,6 +20,7 @@ from pipeline.training.rollouts import (
     Collected,
     MicroBatch,
     Prompts,
+    RolloutRecorder,
     RolloutTask,
     advantage_metrics,
     collect,
@@ -37,11 +38,10 @@ from pipeline.training.rollouts import (
     trained_rows,
     update_metrics,
 )
-from pipeline.training.state import Recorder
 from pipeline.training.updater import seed_for
 
 
-def train_group(task: RolloutTask, settings: Group, device: Device, recorder: Recorder) -> dict[str, float]:
+def train_group(task: RolloutTask, settings: Group, device: Device, recorder: RolloutRecorder) -> dict[str, float]:
     """Trains to the end; the summary holds means over the last tenth of the steps."""
 
     def take_step(step: int) -> tuple[dict[str, float], Collected, Tensor]:
@@ -116,6 +116,7 @@ def sample_groups(
     keys = [seed_for(settings.seed, "rollout", step, place, member) for place in places for member in members]
     repeated = [prompt for prompt in prompts for _ in members]
     collected = collect(repeated, keys, task.rollout, task.score, device.ranks)
+    task.sampled.update(zip(keys, collected.trajectories, strict=True))
     if settings.overlong.buffer:
         collected.scored = [
             charged(prompt, scored, longest_turn(trajectory), settings)

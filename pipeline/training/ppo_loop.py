@@ -20,6 +20,7 @@ from pipeline.training.objectives import without_dropout
 from pipeline.training.rollouts import (
     Collected,
     MicroBatch,
+    RolloutRecorder,
     RolloutTask,
     advantage_metrics,
     collect,
@@ -35,7 +36,6 @@ from pipeline.training.rollouts import (
     trained_rows,
     update_metrics,
 )
-from pipeline.training.state import Recorder
 from pipeline.training.updater import Update, seed_for
 
 TABLE_ROWS = 16
@@ -72,7 +72,7 @@ class Signal:
     kl: bool
 
 
-def train_ppo(task: PpoTask, settings: Ppo, device: Device, recorder: Recorder) -> dict[str, float]:
+def train_ppo(task: PpoTask, settings: Ppo, device: Device, recorder: RolloutRecorder) -> dict[str, float]:
     """Trains to the end; the summary holds means over the last tenth of the steps."""
 
     def take_step(step: int) -> tuple[dict[str, float], Collected, Tensor]:
@@ -91,6 +91,7 @@ def ppo_step(task: PpoTask, settings: Ppo, device: Device, step: int) -> tuple[d
     prompts = task.prompts.batch(epoch, index)
     keys = [seed_for(settings.seed, "rollout", step, place) for place in range(len(prompts))]
     collected = collect(prompts, keys, task.rollout, task.score, device.ranks)
+    task.sampled.update(zip(keys, collected.trajectories, strict=True))
     without_dropout(task.policy)
     without_dropout(task.critic)
     experience, signal = estimate(task, settings, device, collected)

@@ -3,7 +3,7 @@
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -37,12 +37,21 @@ class Prompts(Protocol):
     def batch(self, epoch: int, index: int) -> list[PromptTask]: ...
 
 
+class RolloutRecorder(Recorder, Protocol):
+    """A `Recorder` that keeps what was sampled, too."""
+
+    def keep_rollouts(self, step: int, rollouts: Mapping[int, Trajectory]) -> None: ...
+
+
 WARN_AFTER_ZERO_SIGNAL = 5
 
 
 @dataclass(slots=True)
 class RolloutTask:
-    """What every stage that samples gives to its loop; `policy` is the module that `state` trains and `rollout` samples from."""
+    """What every stage that samples gives to its loop; `policy` is the module that `state` trains and `rollout` samples from.
+
+    `sampled` holds every trajectory of the step by its key, those of groups included that dynamic sampling gives up.
+    """
 
     state: TrainState
     policy: CausalLM
@@ -52,6 +61,7 @@ class RolloutTask:
     score: Scorer
     decode: Callable[[Sequence[int]], str]
     warn: Callable[[str], None]
+    sampled: dict[int, Trajectory] = field(default_factory=dict, kw_only=True)
 
 
 @dataclass(slots=True)
@@ -93,7 +103,7 @@ def train_rollouts(
     task: RolloutTask,
     settings: Sampling,
     device: Device,
-    recorder: Recorder,
+    recorder: RolloutRecorder,
     take_step: Step,
     *,
     table_rows: int,
@@ -109,9 +119,11 @@ def train_rollouts(
     window = max(1, steps // 10)
 
     def one_step(step: int) -> dict[str, float]:
+        task.sampled.clear()
         started = time.perf_counter()
         metrics, collected, advantages = take_step(step)
         elapsed = time.perf_counter() - started
+        recorder.keep_rollouts(step + 1, task.sampled)
         tokens = sum(t.num_sampled for t in collected.trajectories)
         metrics |= {
             "train/tokens_seen": state.count("tokens_seen", tokens),

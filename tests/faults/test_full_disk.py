@@ -56,12 +56,12 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_costs_at_most_the_steps_since_the_last_save(lineage: Lineage, twin: Result, disk: Path, where: str) -> None:
     root = lineage.copy_for("pretrain", disk, {}).root
     trainer = start(root, "pretrain", at=FILLED[where])
-    assert trainer.wait() == 7, trainer.said()
+    assert trainer.wait() == 8, trainer.said()
     first, *lines = trainer.said().splitlines()
     assert "(new)" in first and len(lines) == 1 and lines[0].startswith("pretrain: ") and "no space left; free some" in lines[0]
     (folder,) = map(RunFolder, run_folders(root, "pretrain"))
     before = folder.commits()
-    assert before and read_json(folder.exit).get("code") in (7, None)
+    assert before and read_json(folder.exit).get("code") in (8, None)
     (root / "filler").unlink()
     again = start(root, "pretrain")
     assert again.wait() == 0, again.said()
@@ -73,11 +73,11 @@ def test_too_small_a_disk_is_found_before_training(lineage: Lineage, disk: Path)
     root = lineage.copy_for("pretrain", disk, {}).root
     fill_disk(root, leave=200_000)
     trainer = start(root, "pretrain")
-    assert trainer.wait() == 7
+    assert trainer.wait() == 8
     (line,) = trainer.said().splitlines()
     assert "needs about" in line and "0.2 MB are free; `python -m pipeline gc` frees some, or lower runtime.keep_saves=2" in line
     (exit_file,) = (root / ".runs/pretrain").glob("*/*/exit.json")
-    assert read_json(exit_file)["code"] == 7 and read_json(root / ".runs/pretrain/exit.json")["code"] == 7
+    assert read_json(exit_file)["code"] == 8 and read_json(root / ".runs/pretrain/exit.json")["code"] == 8
     (root / "filler").unlink()
     assert start(root, "pretrain").wait() == 0
 

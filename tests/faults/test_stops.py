@@ -260,6 +260,7 @@ def test_how_a_stage_is_run_refuses_nothing(project: Project, monkeypatch: pytes
         {"gradient_checkpointing": True},
         {"progress": "on"},
         {"mlflow": True},
+        {"guard": "off"},
     ]
     for change in changes:
         project.set_params({"runtime": change})

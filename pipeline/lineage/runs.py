@@ -1,0 +1,69 @@
+"""Lock files and run folders joined: which run made what a lock file records, and which lock file records what a run made."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.lineage.history import LOCK, Lock, Made, commits_with_lock, entry_in, experiment_commit, file_at, lock_at
+from pipeline.tracking.description import flatten
+from pipeline.tracking.run_folder import RunFolder, read_json
+
+_NO_INPUTS = ("dvc.stage", "dvc.experiment")
+
+
+def run_that_made(made: Made, runs: Path) -> RunFolder | None:
+    """The newest finished run of this recipe that `runs` still has. Equal recipes give equal bytes, whichever run it was."""
+    found = []
+    for path in (runs / made.stage).glob("*/*/run.json"):
+        folder = RunFolder(path.parent)
+        about = read_json(folder.about)
+        if _made_this(about, made) and read_json(folder.exit).get("code") == 0:
+            found.append((about.get("started_s", 0.0), folder))
+    return max(found, key=lambda each: each[0])[1] if found else None
+
+
+def inputs_of(about: Mapping[str, Any]) -> dict[str, str]:
+    """Digest by path of what a run read, the hash of its code included.
+
+    Args:
+        about: its run.json.
+    """
+    tags = about.get("tags", {})
+    return {key.removeprefix("dvc."): tags[key] for key in tags if key.startswith("dvc.") and key not in _NO_INPUTS}
+
+
+def recorded(root: Path, stage: str, about: Mapping[str, Any]) -> Lock | None:
+    """The lock file that records what a run made: the workspace's, its experiment's or a commit's.
+
+    Args:
+        root: the repository.
+        stage: of the run.
+        about: its run.json.
+
+    Returns:
+        None for a run that failed, that was never committed, or whose commit is gone.
+    """
+    inputs, seen = inputs_of(about), set()
+    for commit in _commits(root, about):
+        entry = entry_in(file_at(root, commit, LOCK) or "", stage)
+        if entry in seen or not entry or not all(digest in entry for digest in inputs.values()):
+            continue
+        seen.add(entry)
+        lock = lock_at(root, commit)
+        if lock is not None and _made_this(about, lock.stages[stage]):
+            return lock
+    return None
+
+
+def _commits(root: Path, about: Mapping[str, Any]) -> Iterator[str | None]:
+    yield None
+    name = about.get("tags", {}).get("dvc.experiment")
+    if name and (commit := experiment_commit(root, name)):
+        yield commit
+    yield from commits_with_lock(root)
+
+
+def _made_this(about: Mapping[str, Any], made: Made) -> bool:
+    """Whether the run had these parameters and inputs; one whose run.json cannot be read had none."""
+    read = {path: about.get("tags", {}).get(f"dvc.{path}") for path in made.deps}
+    return read == made.deps and flatten(about.get("params", {})) == {key: str(value) for key, value in made.params.items()}

@@ -1,0 +1,117 @@
+"""A comparison as one page: configuration, evaluation, curves on common axes, metrics, samples side by side."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pipeline.lineage.records import TrackedRun, run_page
+from pipeline.pages.chart import COLOURS, charts
+from pipeline.pages.page import render
+from pipeline.reading.compare import Comparison, Interval, Judged, Metric
+from pipeline.reading.measured import Measured
+from pipeline.reading.noise import Spread
+from pipeline.reading.samples import Aligned
+from pipeline.reading.wording import facts, overlaps, progress, shown, verdicts
+from pipeline.tracking.records import Record
+
+MAX_STEPS = 6
+"""Steps whose samples are shown, evenly spread."""
+ENDS = "∎"
+"""What is marked in an answer that ends where others go on."""
+STRIP = 180
+"""Width of the drawing of intervals."""
+
+
+def compare_page(comparison: Comparison) -> str:
+    """The HTML."""
+    names = [f"{label} {side.title}" for label, side in zip(comparison.labels, comparison.sides, strict=True)]
+    return render(
+        "compare.html.jinja",
+        title=" against ".join(side.given for side in comparison.sides),
+        labels=comparison.labels,
+        names=names,
+        sides=list(_sides(comparison)),
+        notes=[note for side in comparison.sides for note in side.notes],
+        config=[(row.key, [shown(value) for value in row.values]) for row in comparison.config],
+        judged=[_judged(row) for row in comparison.judged],
+        curves=charts([side.record.metrics if side.record else {} for side in comparison.sides]),
+        metrics=[_metric(row) for row in comparison.metrics],
+        hint=comparison.hint,
+        samples=_samples(comparison.samples),
+    )
+
+
+def _sides(comparison: Comparison) -> Iterator[dict[str, Any]]:
+    for label, side, repeats in zip(comparison.labels, comparison.sides, comparison.repeats, strict=True):
+        yield {
+            "label": label,
+            "title": side.title,
+            "progress": progress(side.record),
+            "seeds": len(repeats.runs) if repeats else "-",
+            "place": side.place,
+            "page": _mlflow_page(side.record),
+        }
+
+
+def _mlflow_page(record: Record | None) -> TrackedRun | None:
+    if record is None or record.mlflow_id is None:
+        return None
+    return run_page(record.about.get("tracking_uri", ""), record.mlflow_id)
+
+
+def _judged(row: Judged) -> dict[str, Any]:
+    known = [value for value in row.values if value]
+    low, high = min(value.low for value in known), max(value.high for value in known)
+    return {
+        "key": row.key,
+        "shown": [f"{value.value:.3f} [{value.low:.3f}, {value.high:.3f}]" if value else "-" for value in row.values],
+        "verdicts": overlaps(row),
+        "strip": [_bar(value, index, low, high - low or 1.0) if value else None for index, value in enumerate(row.values)],
+    }
+
+
+def _bar(value: Interval, index: int, low: float, span: float) -> dict[str, Any]:
+    places = [round(4 + (each - low) / span * (STRIP - 8), 1) for each in (value.low, value.value, value.high)]
+    return {"colour": index % COLOURS, "y": 10 * index + 5} | dict(zip(("low", "value", "high"), places, strict=True))
+
+
+def _metric(row: Metric) -> dict[str, Any]:
+    sides = zip(row.values, row.spreads, ["", *verdicts(row)], strict=True)
+    return {"key": row.key, "cells": [(*measured(value), _spread(spread), verdict) for value, spread, verdict in sides]}
+
+
+def measured(value: Measured | None) -> tuple[str, str]:
+    """Last and best value, each with its step."""
+    if value is None:
+        return "-", "-"
+    best = "" if value.best is None else f"{value.best:.4g} @{value.best_step}"
+    return f"{value.last:.4g} @{value.last_step}", best
+
+
+def _spread(spread: Spread | None) -> str:
+    return "" if spread is None else f"{spread.mean:.4g} ± {spread.std:.2g}"
+
+
+def _samples(samples: Sequence[Aligned]) -> Mapping[int, list[dict[str, Any]]]:
+    """Step -> its rows, for a few steps."""
+    by_step: dict[int, list[dict[str, Any]]] = {}
+    for sample in samples:
+        by_step.setdefault(sample.answers[0].step, []).append(_sample(sample))
+    return {step: by_step[step] for step in _spread_out(list(by_step))}
+
+
+def _sample(sample: Aligned) -> dict[str, Any]:
+    answers = []
+    for answer in sample.answers:
+        at = len(answer.text) if sample.differs_at is None else sample.differs_at
+        mark = "" if sample.differs_at is None else answer.text[at : at + 1].replace("\n", "⏎\n") or ENDS
+        answers.append(
+            {"step": answer.step, "facts": facts(answer), "same": answer.text[:at], "mark": mark, "rest": answer.text[at + 1 :]}
+        )
+    return {"subject": f"{sample.subject}: " if sample.subject else "", "prompt": sample.prompt, "answers": answers}
+
+
+def _spread_out(steps: Sequence[int]) -> list[int]:
+    """At most `MAX_STEPS` of them, first and last included."""
+    if len(steps) <= MAX_STEPS:
+        return list(steps)
+    return [steps[round(index * (len(steps) - 1) / (MAX_STEPS - 1))] for index in range(MAX_STEPS)]

@@ -1,0 +1,223 @@
+"""The record of one run, as a stage script writes it, and what further ranks have in its place."""
+
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from pipeline.diagnosis.guard import Guard
+from pipeline.errors import GuardError
+from pipeline.params.schema import Runtime
+from pipeline.supervise import Stopped, StopSignals
+from pipeline.tracking.console import ProgressBar
+from pipeline.tracking.description import circumstances, run_name, run_tags
+from pipeline.tracking.home import home
+from pipeline.tracking.recorder import JsonLines, Recorder, now_s
+from pipeline.tracking.records import Record
+from pipeline.tracking.rollouts import write_rollouts
+from pipeline.tracking.run_folder import RunFolder, read_json, write_json
+from pipeline.tracking.saves import NO_RECORDS, newest_save, read_save, write_save
+from pipeline.tracking.store import tracking_uri
+from pipeline.training.ranks import ALONE, Ranks
+
+if TYPE_CHECKING:
+    from pipeline.rollout.records import Trajectory
+
+
+class StageRun:
+    """The record of one run. Every method is cheap; nothing here waits for a tracking server.
+
+    Attributes:
+        stage: the stage's name.
+        root: the repository root, where relative paths of the stage start.
+        home: where scratch lives: the root, or that of the workspace of which this is an isolated copy.
+        folder: the run's scratch folder.
+        resumed_step: optimizer steps that the loaded save had done; 0 for a fresh run.
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        root: Path,
+        folder: RunFolder,
+        params: Mapping[str, Any],
+        runtime: Runtime,
+        stop: StopSignals,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self.stage = stage
+        self.root = root
+        self.home = home(root)
+        self.folder = folder
+        self._runtime = runtime
+        self._stop = stop
+        self._ranks = ranks
+        save = newest_save(folder) or {"step": 0, **NO_RECORDS}
+        self.resumed_step: int = save["step"]
+        self._has_save = "crc32" in save
+        self._recorder = Recorder(
+            JsonLines(folder.metrics, save["metrics_bytes"]), JsonLines(folder.samples, save["samples_bytes"])
+        )
+        self._guard = None if runtime.guard == "off" else Guard(stage, params, Record(folder).metrics)
+        self._saved_at = time.monotonic()
+
+    @property
+    def scratch(self) -> Path:
+        """The stage's folder for caches. Isolated copies share it: other processes may read and write there at any time."""
+        return self.home / ".runs" / self.stage
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the process was asked to stop. `checkpoint` looks at it; long phases may too."""
+        return self._stop.requested is not None
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Appends the metrics of an optimizer step; values that are not finite become null. The guard looks on."""
+        self._recorder.log(step, metrics)
+        for finding in self._guard.follow(step, metrics) if self._guard else ():
+            self.announce(f"{finding.severity}: {finding}")
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Appends generated samples: one row of plain JSON values each."""
+        self._recorder.log_samples(step, rows)
+
+    def keep_rollouts(self, step: int, rollouts: "Mapping[int, Trajectory]") -> None:
+        """Keeps every trajectory of a step, by key, for `replay-step`; nothing where `runtime.keep_rollouts` is off."""
+        if self._runtime.keep_rollouts:
+            write_rollouts(self.folder.rollout(step), rollouts)
+
+    def load(self) -> dict[str, Any] | None:
+        """The state of the newest intact save, or None for a fresh run. Records after that step are gone already."""
+        return self._ranks.first(read_save(self.folder, self.resumed_step) if self._has_save else None)
+
+    def should_save(self, step: int) -> bool:
+        """Whether `runtime.save_every_s` seconds have passed since the last save (or the start), or the save of `step` stays."""
+        return self._stays(step) or time.monotonic() - self._saved_at >= self._runtime.save_every_s
+
+    def _stays(self, step: int) -> bool:
+        return self._runtime.keep_every_steps is not None and step % self._runtime.keep_every_steps == 0
+
+    def save(self, step: int, state: Mapping[str, Any]) -> bool:
+        """Writes a resumable state (tensors, plain values, containers) durably, with the records up to now.
+
+        Returns:
+            Whether it was written: one that is not finite is not.
+        """
+        records, keep = self._recorder.sync(), self._runtime.keep_saves
+        saved = write_save(self.folder, step, state, records, keep=keep, stays=self._stays(step))
+        self._saved_at = time.monotonic()
+        return saved
+
+    def checkpoint(self, step: int, make_state: Callable[[], Mapping[str, Any]]) -> None:
+        """To be called after every optimizer step and its `log`: saves when it is time, and stops, with all ranks, when asked to.
+
+        Raises:
+            Stopped: a signal asked for it; the state of `step` has been saved.
+            GuardError: `runtime.guard` found a problem; the state of `step` has been saved.
+        """
+        self._stop.deferred = True
+        signum = self._stop.requested
+        problem = self._guard.problem if self._guard and self._runtime.guard == "stop" else None
+        code = 128 + signum if signum is not None else GuardError.exit_code if problem else None
+        if self._ranks.first(code) is None:
+            if self.should_save(step):
+                self.save(step, make_state())
+            return
+        saved = "saved" if self.save(step, make_state()) else "not saved"
+        if signum is not None:
+            raise Stopped(signum, f" after step {step}, {saved}; the same command resumes")
+        raise GuardError(f"stopped by runtime.guard after step {step}, {saved}; with guard: warn it goes on. {problem}")
+
+    def progress(self, total: int) -> ProgressBar:
+        """A progress bar over `total` steps, as `runtime.progress` wants it."""
+        return ProgressBar(self.stage, total, mode=self._runtime.progress, done=self.resumed_step)
+
+    def announce(self, line: str) -> None:
+        """Prints one lasting line on stderr: a warning, or what comes next in a long phase."""
+        if self._runtime.progress != "off":
+            print(f"{self.stage}: {line}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Makes the records durable."""
+        self._recorder.sync()
+        self._recorder.close()
+
+
+class Follower(StageRun):
+    """What a rank other than the first has in place of a record: it takes every step and leaves nothing behind.
+
+    It starts from the save that rank 0 loads, stops when rank 0 does, and ends with the last step, before there are outputs.
+    """
+
+    def __init__(self, stage: str, root: Path, ranks: Ranks, stop: StopSignals) -> None:
+        self.stage, self.root, self.home = stage, root, home(root)
+        self._ranks, self._stop = ranks, stop
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Nothing."""
+
+    def keep_rollouts(self, step: int, rollouts: "Mapping[int, Trajectory]") -> None:
+        """Nothing."""
+
+    def load(self) -> dict[str, Any] | None:
+        """The state that rank 0 loads."""
+        return self._ranks.first(None)
+
+    def checkpoint(self, step: int, make_state: Callable[[], Mapping[str, Any]]) -> None:
+        """Ends the process where rank 0 was asked to stop."""
+        self._stop.deferred = True
+        code = self._ranks.first(None)
+        if code is not None:
+            raise SystemExit(code)
+
+    def progress(self, total: int) -> ProgressBar:
+        """No bar; the end of its block ends the process."""
+        return _LastStep(self.stage, total, mode="off")
+
+    def announce(self, line: str) -> None:
+        """Nothing."""
+
+
+class _LastStep(ProgressBar):
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if exception[0] is None:
+            raise SystemExit(0)
+
+
+def describe(
+    run: StageRun,
+    key: str,
+    params: Mapping[str, Any],
+    known: Mapping[str, str],
+    why: list[str],
+    spent: Mapping[str, float],
+) -> None:
+    before = read_json(run.folder.about)
+    why = before.get("why") or why  # what resumes has the reason of its first start
+    uri = tracking_uri(run.home)
+    about = {
+        "stage": run.stage,
+        "name": run_name(run.stage, params),
+        "uid": before.get("uid") or uuid.uuid4().hex,
+        "attempt": before.get("attempt", 0) + 1,
+        "started_s": before.get("started_s") or now_s(),
+        "attempt_s": now_s(),
+        "spent": spent,
+        "why": why,
+        "root": str(run.home),
+        "tracking_uri": uri,
+        "params": params,
+        "tags": run_tags(run.root, run.stage, key, known) | {"run.why": "\n".join(why)},
+        **circumstances(run.root),
+    }
+    write_json(run.folder.about, about)
+    start = f"resumes at step {run.resumed_step}" if about["attempt"] > 1 else "new"
+    print(f"{run.stage}: run {run.folder.path.relative_to(run.home)} ({start}), tracking {uri}", file=sys.stderr, flush=True)

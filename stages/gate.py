@@ -1,0 +1,26 @@
+"""Stage gate: fails where a model is worse than the one it started from, by the metrics in eval.gate.
+
+Reads   metrics/eval.json
+Writes  nothing; its exit code is 0 or 7
+Run     dvc repro --single-item gate
+"""
+
+import json
+from pathlib import Path
+
+from pipeline.errors import GateError
+from pipeline.evaluation.gate import regressions
+from pipeline.params import load_params
+from pipeline.stage import stage_process
+
+
+def main() -> None:
+    with stage_process("gate"):
+        metrics = load_params().eval.gate or ()
+        lines = list(regressions(json.loads(Path("metrics/eval.json").read_text(encoding="utf-8")), metrics))
+        if lines:
+            raise GateError(*lines, "gate: keep the parent's model, train differently, or take the metric out of eval.gate")
+
+
+if __name__ == "__main__":
+    main()
