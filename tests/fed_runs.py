@@ -118,4 +118,4 @@ class Seen:
         return [version for version in self.client.search_model_versions("name = 'minimind-agent'") if version.run_id in runs]
 
     def traces(self) -> list[Any]:
-        return list(self.client.search_traces(locations=[self.id], include_spans=True))
+        return list(self.client.search_traces(locations=[self.id], include_spans=True, max_results=500))
