@@ -16,6 +16,7 @@ import pytest
 from fed_runs import CALL, COMPLETION, PROMPT, Seen, feed, make_workspace, train
 
 from pipeline.digests import digest
+from pipeline.lineage.causes import FIRST
 from pipeline.supervise.ancestry import VARIABLE, Ancestor
 from pipeline.tracking.episodes import MAX_EPISODES, read_episode
 from pipeline.tracking.rebuild import FLOW_RUN, Rebuild
@@ -169,7 +170,7 @@ def test_the_feeder_closes_a_rebuild_that_ends_with_its_stage(workspace: Path, r
 # Data, params, models
 
 
-def test_data_sets_and_the_params_file_are_with_the_run(workspace: Path) -> None:
+def test_data_sets_the_params_file_and_the_reason_are_with_the_run(workspace: Path) -> None:
     import mlflow
 
     folder = train(workspace)
@@ -182,6 +183,7 @@ def test_data_sets_and_the_params_file_are_with_the_run(workspace: Path) -> None
     text = mlflow.artifacts.load_text(f"{run.info.artifact_uri}/params.yaml")
     assert text == (workspace / "params.yaml").read_text()
     assert run.data.tags["params.sha256"] == hashlib.sha256(text.encode()).hexdigest()
+    assert mlflow.artifacts.load_text(f"{run.info.artifact_uri}/why.txt") == run.data.tags["run.why"] + "\n" == f"{FIRST}\n"
     assert Seen(workspace.name).rebuilds() == [] and "mlflow.parentRunId" not in run.data.tags
 
 

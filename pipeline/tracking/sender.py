@@ -209,10 +209,12 @@ class Sender:
             client.log_batch(run_id, params=params[start : start + MAX_PARAMS])
 
     def _send_params(self, arrived: Arrived) -> None:
-        """The run's own params as they are (MLflow cuts long values short), and the whole file that they were taken from."""
+        """The run's own params as they are (MLflow cuts long values short), the whole file of them, and why it ran."""
         arrived.client.log_dict(arrived.run_id, self._about["params"], "params.json")
         if text := self._about.get("params_file"):
             arrived.client.log_text(arrived.run_id, text, "params.yaml")
+        if why := self._about.get("why"):
+            arrived.client.log_text(arrived.run_id, "\n".join(why) + "\n", "why.txt")
         arrived.described = True
 
     def _send_metrics(self, arrived: Arrived, path: Path, start: int, end: int) -> int:
