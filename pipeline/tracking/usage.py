@@ -50,10 +50,8 @@ def spent_before(folder: RunFolder) -> dict[str, float]:
 
 def _energy_mj() -> float | None:
     """Millijoules that all visible NVIDIA devices have used since their driver was loaded; None where nobody says."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
+    import pynvml
+
     try:
         pynvml.nvmlInit()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
