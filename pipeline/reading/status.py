@@ -15,7 +15,7 @@ from rich.text import Text
 from pipeline.lineage.headlines import HEADLINES
 from pipeline.lineage.history import lock_at
 from pipeline.lineage.plan import Planned, Verdict
-from pipeline.lineage.records import final_metrics
+from pipeline.lineage.records import final_metrics, run_page
 from pipeline.lineage.runs import run_that_made
 from pipeline.reading.words import duration, figure
 from pipeline.supervise import is_held
@@ -46,6 +46,7 @@ class State:
         age_s: since the end of the run that made the outputs; None where its run folder is gone.
         run: that run's folder.
         mlflow: id of its MLflow run.
+        url: that run's page; where no server owns the store, `make ui` must run.
         versions: libraries that it was made with and that are others now: name to version.
     """
 
@@ -57,6 +58,7 @@ class State:
     age_s: float | None = None
     run: str | None = None
     mlflow: str | None = None
+    url: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -87,6 +89,7 @@ def status(plan: Sequence[Planned], root: Path, home: Path) -> list[State]:
                 age_s=round(time.time() - record.end["time_s"], 1) if record is not None else None,
                 run=str(record.folder.path.relative_to(home)) if record is not None else None,
                 mlflow=record.mlflow_id if record is not None else None,
+                url=_page(record) if record is not None else None,
                 versions=_others(record, installed) if record is not None else {},
             )
         )
@@ -118,6 +121,10 @@ def _under(planned: Planned, deps: Mapping[str, str]) -> str | None:
     return None if planned.stage == "eval" or not others else others[0]
 
 
+def _page(record: Record) -> str | None:
+    return run_page(str(record.about["tracking_uri"]), record.mlflow_id).url if record.mlflow_id else None
+
+
 def _others(record: Record, installed: Mapping[str, str]) -> dict[str, str]:
     tags = record.about.get("tags", {})
     return {name: made for name, now in installed.items() if (made := tags.get(f"version.{name}", now)) != now}
@@ -137,7 +144,13 @@ def print_status(states: Sequence[State]) -> None:
         shown = ", ".join(f"{key} {figure(value)}" for key, value in list(state.metrics.items())[:1])
         age = duration(state.age_s) if state.age_s is not None else ""
         coloured = Text(state.state, style=COLOURS.get(state.state, "red"))
-        table.add_row(Text(branch + state.stage), coloured, age, shown, Text(state.note or state.run or "", style="dim"))
+        table.add_row(
+            Text(branch + state.stage),
+            coloured,
+            age,
+            shown,
+            Text(state.note or state.run or "", style=f"dim link {state.url}" if state.url else "dim"),
+        )
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
     console.print(table)
     for line in _advice(states):
