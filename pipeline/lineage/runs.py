@@ -5,10 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.lineage.history import LOCK, Lock, Made, commits_with_lock, entry_in, experiment_commit, file_at, lock_at
-from pipeline.tracking.description import flatten
+from pipeline.tracking.description import flatten, input_digests
 from pipeline.tracking.run_folder import RunFolder, read_json
-
-_NO_INPUTS = ("dvc.stage", "dvc.experiment")
 
 
 def run_that_made(made: Made, runs: Path) -> RunFolder | None:
@@ -28,8 +26,7 @@ def inputs_of(about: Mapping[str, Any]) -> dict[str, str]:
     Args:
         about: its run.json.
     """
-    tags = about.get("tags", {})
-    return {key.removeprefix("dvc."): tags[key] for key in tags if key.startswith("dvc.") and key not in _NO_INPUTS}
+    return input_digests(about.get("tags", {}))
 
 
 def recorded(root: Path, stage: str, about: Mapping[str, Any]) -> Lock | None:
