@@ -19,7 +19,7 @@ def main() -> None:
         metrics = load_params().eval.gate or ()
         lines = list(regressions(json.loads(Path("metrics/eval.json").read_text(encoding="utf-8")), metrics))
         if lines:
-            raise GateError(*lines, "gate: keep the parent's model, train differently, or take the metric out of eval.gate")
+            raise GateError("keep the parent's model, train differently, or take the metric out of eval.gate:", *lines)
 
 
 if __name__ == "__main__":

@@ -63,9 +63,12 @@ def test_stage_fails_with_its_code(tmp_path: Path, gate: str, code: int) -> None
     (tmp_path / "metrics/eval.json").write_text(json.dumps(measured))
     ended = subprocess.run([sys.executable, "-m", "stages.gate"], cwd=tmp_path, capture_output=True, text=True, env=environment())
     assert ended.returncode == code, ended.stderr
-    assert json.loads((tmp_path / ".runs/gate/exit.json").read_text())["code"] == code
+    end = json.loads((tmp_path / ".runs/gate/exit.json").read_text())
+    assert end["code"] == code
     if code:
-        assert ended.stderr.startswith("gate: dpo is worse than full_sft: reward_mean 0.100"), ended.stderr
+        assert end["reason"].startswith("dpo is worse than full_sft: reward_mean 0.100"), end
+        hint, line = ended.stderr.splitlines()
+        assert hint.startswith("gate: keep the parent's model") and line == f"gate: {end['reason']}"
 
 
 def environment() -> dict[str, str]:

@@ -114,6 +114,27 @@ def test_only_what_nothing_names_leaves_the_cache_and_every_commit_still_comes_b
     assert not (root / "ran.txt").exists()
 
 
+def test_what_another_clone_made_is_no_obstacle(root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its commits name folders whose lists of files are not in the cache here."""
+    train(root, "one\n", commit=True)
+    with (root / "dvc.yaml").open("a") as text:
+        text.write("  late: {cmd: cp weights late, deps: [weights], outs: [late]}\n")  # has not run: dvc.lock lacks it
+    run(root, "git", "commit", "-qam", "late")
+    clone = tmp_path / "clone"
+    run(root, "git", "clone", "-q", str(root), str(clone))
+    for seed, commit in (("two\n", True), ("tried\n", False), ("two\n", False)):
+        train(clone, seed, commit=commit)
+    capfd.readouterr()
+    assert not freed(list(collect(clone, LIMITS, remove=True)))["DVC's cache"].startswith("0 ")
+    assert unused_in_cache(clone) == [] and "WARNING" not in capfd.readouterr().err
+    assert not any(b"tried\n" in path.read_bytes() for path in (clone / ".dvc/cache").rglob("*") if path.is_file())
+    (clone / "ran.txt").unlink()
+    for path in (clone / "weights", clone / "metrics" / "train.json"):
+        path.unlink()
+    repro(clone)
+    assert (clone / "weights").read_text() == "two\n" and not (clone / "ran.txt").exists()
+
+
 def test_what_an_experiments_copy_has_made_stays_while_the_copy_does(root: Path) -> None:
     train(root, "one\n", commit=True)
     copy = root / ".runs" / "experiments" / "lr" / "workspace"

@@ -43,13 +43,19 @@ stages:
     deps: [model.txt]
     params: [eval.n]
     outs: [metric.txt]
+  gate:
+    cmd: echo gate >> ran
+    deps: [metric.txt]
+    params: [eval.gate]
 """
-ALL = ["code", "data@a", "data@b", "halve", "train", "eval"]
+ALL = ["code", "data@a", "data@b", "halve", "train", "eval", "gate"]
 EDITS = {
     "script": ["x\n", "y\n"],
     "a.src": ["4\n", "5\n", "6\n"],
     "b.src": ["1\n", "2\n"],
-    "params.yaml": [f"train: {{lr: {lr}}}\neval: {{n: {n}}}\n" for lr in (1, 2) for n in (1, 2)],
+    "params.yaml": [
+        f"train: {{lr: {lr}}}\neval: {{n: {n}, gate: {gate}}}\n" for lr in (1, 2) for n in (1, 2) for gate in ("null", "[a]")
+    ],
 }
 edits = st.lists(st.one_of([st.tuples(st.just(name), st.sampled_from(texts)) for name, texts in EDITS.items()]), max_size=3)
 
@@ -119,7 +125,7 @@ def test_behind_what_is_restored_all_is_certain(project: Path) -> None:
 
 
 def test_overrides_are_planned_without_an_edit(project: Path) -> None:
-    (project / "params.yaml").write_text("train: {lr: 1}\neval: {n: 1}\n")
+    (project / "params.yaml").write_text("train: {lr: 1}\neval: {n: 1, gate: null}\n")
     repro(project)
     before = (project / "params.yaml").read_text()
     plan = {planned.stage: planned for planned in read_plan(project, overrides={"train.lr": 0.0003})}
@@ -132,7 +138,7 @@ def test_overrides_are_planned_without_an_edit(project: Path) -> None:
 def test_causes_and_what_waits(project: Path) -> None:
     repro(project)
     (project / "a.src").write_text("40\n" if (project / "a.src").read_text() != "40\n" else "60\n")
-    (project / "params.yaml").write_text("train: {lr: 7}\neval: {n: 1}\n")
+    (project / "params.yaml").write_text("train: {lr: 7}\neval: {n: 1, gate: null}\n")
     plan = {planned.stage: planned for planned in read_plan(project, ["train"])}
     assert "eval" not in plan
     assert plan["data@a"].causes == ["a.src modified"] and plan["data@a"].verdict is Verdict.RUNS

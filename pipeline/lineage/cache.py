@@ -7,6 +7,7 @@ would run anew although its weights are there. Here an entry of the run cache th
 with everything that it names.
 """
 
+import logging
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -72,7 +73,10 @@ def _find(repo: "Repo", others: Sequence["Repo"]) -> Iterator[Path]:
         return
     history = not isinstance(repo.scm, NoSCM)
     stashes = _stashes(Path(repo.root_dir)) if history else []
-    kept = [repo.used_objs(all_commits=history, all_experiments=history, revs=stashes), *(other.used_objs() for other in others)]
+    logging.getLogger("dvc.output").setLevel(logging.ERROR)  # else a warning for each stage that dvc.lock of a commit lacks
+    # `force`: of a folder that a commit names and this cache lacks (made in another clone, say) nothing can be kept.
+    kept = [repo.used_objs(all_commits=history, all_experiments=history, revs=stashes, force=True)]
+    kept += [other.used_objs(force=True) for other in others]
     values = {info.value for used in kept for infos in used.values() for info in infos}
     needed = []
     for entry in sorted(Path(repo.stage_cache.cache_dir).glob("*/*/*")):
