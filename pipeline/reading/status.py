@@ -138,8 +138,10 @@ def as_json(states: Sequence[State]) -> str:
 def print_status(states: Sequence[State]) -> None:
     """The lineage as a tree, a line per stage, and what to do about it; plain text where the output is no terminal."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("stage", "state", "age", "measured", "run, or why"):
+    for name in ("stage", "state", "age"):
         table.add_column(name, no_wrap=True)
+    for name in ("measured", "run, or why"):  # give way where the terminal is narrow or the reason long
+        table.add_column(name)
     for state, branch in _tree(states):
         shown = ", ".join(f"{key} {figure(value)}" for key, value in list(state.metrics.items())[:1])
         age = duration(state.age_s) if state.age_s is not None else ""
@@ -148,8 +150,13 @@ def print_status(states: Sequence[State]) -> None:
             Text(branch + state.stage),
             coloured,
             age,
-            shown,
-            Text(state.note or state.run or "", style=f"dim link {state.url}" if state.url else "dim"),
+            Text(shown, no_wrap=True, overflow="ellipsis"),
+            Text(
+                state.note or state.run or "",
+                style=f"dim link {state.url}" if state.url else "dim",
+                no_wrap=True,
+                overflow="ellipsis",
+            ),
         )
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
     console.print(table)
