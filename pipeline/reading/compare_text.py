@@ -90,7 +90,7 @@ def _measured(value: Measured | None, record: Record | None, between: str) -> st
 
 def _noise(comparison: Comparison) -> Text:
     if comparison.hint:
-        return Text(f"Inside the spread of seeds: unknown: {comparison.hint}", style="yellow")
+        return Text(f"Whether other seeds differ as much is unknown: {comparison.hint}", style="yellow")
     return Text("inside/outside the spread of seeds (t-test, 95 %; in brackets the runs with repeated seeds)", style="dim")
 
 

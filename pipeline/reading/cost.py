@@ -140,8 +140,10 @@ def as_text(costs: Bill) -> Iterator[str]:
     for cost in costs.stages:
         yield f"{cost.stage:<18}" + _row(cost.used, columns) + ("  skipped by the last rebuild" if cost.skipped else "")
     yield f"{'sum':<18}" + _row(costs.total, columns)
-    if costs.saved:
-        yield f"the last rebuild skipped what had taken {duration(costs.saved.get(SECONDS, 0.0))}"
+    if unknown := [cost.stage for cost in costs.stages if SECONDS not in cost.used]:
+        yield f"not in the sum, as nobody knows their time (made elsewhere, or their record is gone): {', '.join(unknown)}"
+    if SECONDS in costs.saved:
+        yield f"the last rebuild skipped what had taken {duration(costs.saved[SECONDS])}"
     if costs.others:
         yield f"{costs.others} other runs of these stages (unfinished, or of other parameters): {_words(costs.elsewhere)}"
 

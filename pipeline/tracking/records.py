@@ -167,7 +167,9 @@ def _find(home: Path, name: str, folders: Sequence[RunFolder]) -> RunFolder:
     for folder in reversed(folders):
         if name in (folder.stage, read_json(folder.feeder_note).get("run_id")):
             return folder
-    raise ParamsError(f"{name}: no run folder, no stage that has run here and no MLflow run of one; `ls .runs/*/*` shows them")
+    raise ParamsError(
+        f"{name}: no run folder, no stage that has run here and no MLflow run of one; `ls -d .runs/*/*/*` shows them"
+    )
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

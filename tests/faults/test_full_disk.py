@@ -20,7 +20,7 @@ FILLED = {
     "at a line of metrics": Moment("pipeline.tracking.recorder:JsonLines.append", 8, fault="fill the disk"),
     "at the checkpoint": Moment("pipeline.checkpoint.files:write_atomically", 1, fault="fill the disk"),
     "at the curve": Moment("pipeline.curves:_read_lines", 1, fault="fill the disk"),
-    "at exit.json": Moment("pipeline.stage:write_json", 2, fault="fill the disk"),
+    "at exit.json": Moment("pipeline.stage:write_json", 1, fault="fill the disk"),
 }
 
 
