@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.errors import PipelineError
+from pipeline.lineage.git import git
 from pipeline.yaml_files import read_yaml
 
 if TYPE_CHECKING:
@@ -96,7 +97,8 @@ def _commits(root: Path) -> list[str]:
     Reading one takes DVC a quarter of a second, and most commits of a history change no such file.
     """
     files = ["dvc.lock", "dvc.yaml", "params.yaml", "*.dvc"]
-    history = ["git", "rev-list", "--all", "HEAD", "--full-history", "--", *files]
+    head = ["HEAD"] if git(root, "rev-parse", "--quiet", "--verify", "HEAD") else []  # a new repository has none
+    history = ["git", "rev-list", "--all", *head, "--full-history", "--", *files]
     stashes = ["git", "stash", "list", "--format=%H"]
     outputs = [subprocess.run(each, cwd=root, capture_output=True, text=True, check=True).stdout for each in (history, stashes)]
     return [commit for output in outputs for commit in output.split()]
