@@ -7,20 +7,23 @@ would run anew although its weights are there. Here an entry of the run cache th
 with everything that it names.
 """
 
-import logging
+import json
 import os
+import re
 import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, chdir, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, chdir, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.errors import PipelineError
 from pipeline.lineage.git import git
-from pipeline.yaml_files import read_yaml
 
 if TYPE_CHECKING:
     from dvc.repo import Repo
+    from dvc_data.hashfile.db import HashFileDB
+
+_DIGEST = re.compile(r"\bmd5: '?([0-9a-f]{32}(?:\.dir)?)")
 
 
 def unused_in_cache(root: Path, copies: Sequence[Path] = ()) -> list[Path]:
@@ -31,7 +34,7 @@ def unused_in_cache(root: Path, copies: Sequence[Path] = ()) -> list[Path]:
         copies: absolute paths of further workspaces that share its cache.
 
     Raises:
-        PipelineError: a commit cannot be read, or another DVC command is at work.
+        PipelineError: git fails, or another DVC command is at work.
     """
     with _unused(root, copies) as paths:
         return paths
@@ -47,7 +50,7 @@ def remove_unused(root: Path, copies: Sequence[Path] = ()) -> None:
 @contextmanager
 def _unused(root: Path, copies: Sequence[Path]) -> Iterator[list[Path]]:
     """The files, under DVC's lock."""
-    from dvc.exceptions import DvcException, RevCollectionError
+    from dvc.exceptions import DvcException
     from dvc.lock import LockError
     from dvc.repo import Repo
 
@@ -60,45 +63,75 @@ def _unused(root: Path, copies: Sequence[Path]) -> Iterator[list[Path]]:
             found = list(_find(repo, others))
         except LockError:
             raise PipelineError("DVC's cache: another DVC command is at work; try again when it has ended") from None
-        except RevCollectionError as error:
-            raise PipelineError(f"DVC's cache: left alone, because a commit cannot be read: {error}") from None
         except DvcException as error:
             raise PipelineError(f"DVC's cache: {error}") from None
         yield found
 
 
 def _find(repo: "Repo", others: Sequence["Repo"]) -> Iterator[Path]:
-    from dvc.scm import NoSCM
-
-    if not Path(repo.cache.local_cache_dir).is_relative_to(repo.root_dir):
+    """Digests are read as text: DVC would take a quarter of a second for every version of its files."""
+    root, store = Path(repo.root_dir), repo.cache.local
+    if not Path(repo.cache.local_cache_dir).is_relative_to(root):
         return
-    history = not isinstance(repo.scm, NoSCM)
-    commits = _commits(Path(repo.root_dir)) if history else []
-    logging.getLogger("dvc.output").setLevel(logging.ERROR)  # else a warning for each stage that dvc.lock of a commit lacks
-    # `force`: of a folder that a commit names and this cache lacks (made in another clone, say) nothing can be kept.
-    kept = [repo.used_objs(all_experiments=history, revs=commits, force=True)]
-    kept += [other.used_objs(force=True) for other in others]
-    values = {info.value for used in kept for infos in used.values() for info in infos}
+    texts = [*_in_folder(root), *_in_git(root), *(text for other in others for text in _in_folder(Path(other.root_dir)))]
+    named = _digests(texts, store)
     needed = []
     for entry in sorted(Path(repo.stage_cache.cache_dir).glob("*/*/*")):
-        if values.isdisjoint(out.get("md5") for out in read_yaml(entry)["outs"]):
+        text = entry.read_text(encoding="utf-8")
+        if named.isdisjoint(_DIGEST.findall(text.partition("\nouts:")[2])):
             yield entry
         else:
-            needed.append((entry.parent.name, entry.name))
-    for infos in repo.stage_cache.get_used_objs(needed).values():
-        values |= {info.value for info in infos}
-    for _, store in repo.cache.by_scheme():
-        yield from (Path(store.oid_to_path(oid)) for oid in store.all() if oid not in values)
+            needed.append(text)
+    named |= _digests(needed, store)
+    for _, each in repo.cache.by_scheme():
+        yield from (Path(each.oid_to_path(oid)) for oid in each.all() if oid not in named)
 
 
-def _commits(root: Path) -> list[str]:
-    """Commits that between them hold every state of DVC's files in history and in `git stash`, which DVC leaves out.
+def _digests(texts: Iterable[str], store: "HashFileDB") -> set[str]:
+    """All digests that DVC's files name, those of the files in folders included as far as the cache knows the folder."""
+    found = {digest for text in texts for digest in _DIGEST.findall(text)}
+    for digest in [each for each in found if each.endswith(".dir")]:
+        with suppress(OSError, ValueError):  # of a folder that this cache lacks (another clone's, say) nothing can be kept
+            listing = json.loads(Path(store.oid_to_path(digest)).read_text(encoding="utf-8"))
+            found |= {entry["md5"] for entry in listing}
+    return found
 
-    Reading one takes DVC a quarter of a second, and most commits of a history change no such file.
+
+def _in_folder(root: Path) -> Iterator[str]:
+    """DVC's files of a workspace."""
+    for folder, below, names in os.walk(root):
+        below[:] = [name for name in below if not name.startswith(".") and name != "node_modules"]
+        yield from (Path(folder, name).read_text(encoding="utf-8") for name in names if _is_dvcs(name))
+
+
+def _in_git(root: Path) -> Iterator[str]:
+    """Every version of DVC's files in history, experiments and `git stash`, each once; none outside a git repository.
+
+    Raises:
+        PipelineError: git fails.
     """
-    files = ["dvc.lock", "dvc.yaml", "params.yaml", "*.dvc"]
+    if not git(root, "rev-parse", "--git-dir"):
+        return
     head = ["HEAD"] if git(root, "rev-parse", "--quiet", "--verify", "HEAD") else []  # a new repository has none
-    history = ["git", "rev-list", "--all", *head, "--full-history", "--", *files]
-    stashes = ["git", "stash", "list", "--format=%H"]
-    outputs = [subprocess.run(each, cwd=root, capture_output=True, text=True, check=True).stdout for each in (history, stashes)]
-    return [commit for output in outputs for commit in output.split()]
+    changed = ["--full-history", "--", ":(glob)**/dvc.lock", ":(glob)**/*.dvc"]
+    commits = [*_git(root, "rev-list", "--all", *head, *changed).split(), *_git(root, "stash", "list", "--format=%H").split()]
+    blobs = set()
+    for commit in commits:
+        for line in _git(root, "ls-tree", "-r", "-z", commit).split("\0"):
+            about, _, path = line.partition("\t")
+            if _is_dvcs(path):
+                blobs.add(about.split()[2])
+    if blobs:
+        yield _git(root, "cat-file", "--batch", read="\n".join(blobs))
+
+
+def _is_dvcs(path: str) -> bool:
+    return Path(path).name == "dvc.lock" or path.endswith(".dvc")
+
+
+def _git(root: Path, *arguments: str, read: str = "") -> str:
+    """What git says; unlike `git`, which takes a failure for an empty answer: here that would cost files."""
+    ended = subprocess.run(["git", *arguments], cwd=root, input=read, capture_output=True, encoding="utf-8", errors="replace")
+    if ended.returncode:
+        raise PipelineError(f"DVC's cache: left alone, because git fails: {' '.join(ended.stderr.split())}")
+    return ended.stdout
