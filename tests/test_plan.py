@@ -162,6 +162,18 @@ def test_what_is_running_says_nothing_about_what_is_behind_it(project: Path) -> 
     subprocess.run([*DVC, "checkout", "-q"], cwd=project, check=True)
 
 
+@pytest.mark.parametrize("stage", ["{cmd: echo 1 > o.txt, outs: [o.txt]}", "{cmd: 'true', deps: [d.txt]}"])
+def test_a_stage_without_inputs_or_outputs_is_planned(tmp_path: Path, stage: str) -> None:
+    subprocess.run([*DVC, "init", "--no-scm", "-q"], cwd=tmp_path, check=True)
+    (tmp_path / "dvc.yaml").write_text(f"stages: {{only: {stage}}}")
+    (tmp_path / "d.txt").touch()
+    assert by_verdict(read_plan(tmp_path), Verdict.RUNS) == {"only"}
+    subprocess.run([*DVC, "repro", "-q"], cwd=tmp_path, check=True)
+    (tmp_path / "d.txt").write_text("2")
+    (tmp_path / "o.txt").unlink(missing_ok=True)
+    assert by_verdict(read_plan(tmp_path), Verdict.RUNS) == {"only"}
+
+
 def test_targets_are_groups_too_and_unknown_ones_are_named(project: Path) -> None:
     assert [planned.stage for planned in read_plan(project, ["data"])] == ["code", "data@a", "data@b"]
     with pytest.raises(ParamsError, match="'trane': dvc.yaml has no such stage; did you mean `train`"):

@@ -255,9 +255,10 @@ class _Planner:
     def _in_run_cache(self, stage: "PipelineStage") -> Mapping[str, Any] | None:
         """Lock entry of the results that DVC would restore for the settled inputs; None where there is none."""
         from dvc.stage import PipelineStage, create_stage
+        from dvc.stage.cache import _can_hash
         from dvc.stage.loader import StageLoader
 
-        if not stage.outs:  # such as gate: there is nothing to restore, and DVC has no key for it
+        if not _can_hash(stage):  # such as gate, which has no outputs: DVC has no key for it
             return None
         entry = self.repo.stage_cache._load(stage)  # what `restore` looks up, which does not say what it found
         if entry is None:
