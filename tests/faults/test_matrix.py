@@ -183,4 +183,4 @@ def finished_from(bench: Bench, flow_run: str, folder: Path, saved: int, *, atte
     wait_for(lambda: (run := mlflow_run(bench.root, uid)) and run[0] == "FINISHED", "MLflow", 60)
     _, tags, metrics = mlflow_run(bench.root, uid) or ("", {}, [])
     assert tags["run.resumed"] == str(attempts - 1)
-    assert sorted(metrics) == sorted(local)
+    assert sorted(each for each in metrics if not each[0].startswith("system/")) == sorted(local)  # the machine's load apart
