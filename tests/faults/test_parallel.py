@@ -30,7 +30,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     folder.mkdir()
     project = copy_repository(folder)
     declared = yaml.load(folder / "dvc.yaml")
-    for stage in ("agent", "eval"):
+    for stage in ("agent", "eval", "gate"):
         del declared["stages"][stage]
     del declared["plots"], declared["artifacts"]
     with (folder / "dvc.yaml").open("w", encoding="utf-8") as file:
