@@ -175,7 +175,8 @@ def test_a_stage_without_inputs_or_outputs_is_planned(tmp_path: Path, stage: str
 
 
 def test_targets_are_groups_too_and_unknown_ones_are_named(project: Path) -> None:
-    assert [planned.stage for planned in read_plan(project, ["data"])] == ["code", "data@a", "data@b"]
+    first, *others = (planned.stage for planned in read_plan(project, ["data"]))
+    assert first == "code" and sorted(others) == ["data@a", "data@b"]  # which of the two comes first is DVC's to say
     with pytest.raises(ParamsError, match="'trane': dvc.yaml has no such stage; did you mean `train`"):
         read_plan(project, ["trane"])
 
