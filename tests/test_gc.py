@@ -278,6 +278,18 @@ def test_runs_are_bounded_and_records_stay(root: Path) -> None:
     assert freed(again)["finished runs"].startswith("2 ") and names(newest) and not names(old) | names(unsent)
 
 
+def test_saves_that_stay_go_when_the_rollouts_do(root: Path) -> None:
+    train(root, "one\n", commit=True)
+    newest, old = (record(root, "grpo", "a", number, code=0, age_days=20 - number) for number in (2, 1))
+    for folder in (newest, old):
+        for step in (1, 2):
+            folder.state(step).write_text("state")
+            write_json(folder.commit(step), {"stays": step == 2})
+    list(collect(root, LIMITS, remove=True))
+    assert newest.commits() == [2] and newest.state(2).exists() and newest.rollout(3).exists()
+    assert old.commits() == [] and not old.rollout(3).exists() and old.metrics.exists()
+
+
 SCRIPT = """
 import sys
 from pathlib import Path

@@ -105,8 +105,8 @@ class Opener:
 
 
 def train(root: Path, kind: str, task: RolloutTask, **runtime: Any) -> RunFolder:
-    """Trains a task as its stage does; a save after steps 2 and 4 stays."""
-    quiet = {"device": "cpu", "threads": 1, "save_every_s": 1e9, "progress": "off", "mlflow": False, "keep_every_steps": 2}
+    """Trains a task as its stage does; saves after steps 2 and 4 stay."""
+    quiet = {"device": "cpu", "threads": 1, "save_every_s": 1e9, "progress": "off", "mlflow": False, "replay_every_steps": 2}
     settings = load_params(ROOT / "params.yaml").runtime.model_copy(update=quiet | runtime)
     trainer: Any = train_ppo if kind == "ppo" else train_group
     with stage_run(kind, params={}, inputs=[], runtime=settings, root=root) as run:
@@ -325,7 +325,7 @@ def test_torn_and_missing_files_are_one_line(runs: dict[str, Trained], tmp_path:
 
 def test_nothing_is_kept_where_nobody_wants_it(runs: dict[str, Trained], tmp_path: Path) -> None:
     folder = train(tmp_path, "ppo", runs["ppo"].open().task, keep_rollouts=False)
-    assert not folder.rollouts.exists()
+    assert not folder.rollouts.exists() and folder.commits() == []  # no replay will begin there
     lines = [[line["metrics"]["train/loss"] for line in Record(each).lines()] for each in (folder, runs["ppo"].folder)]
     assert lines[0] == lines[1]
 
@@ -415,8 +415,8 @@ def test_rollouts_are_part_of_what_a_disk_must_hold(tmp_path: Path, monkeypatch:
     folder.rollouts.mkdir(parents=True)
     folder.rollout(1).write_bytes(b"x" * 20)
     own = {"lr": 0.1, "epochs": 1, "max_steps": None, "batch_size": 8, "group_size": 4, "max_new_tokens": 50}
-    runtime = load_params(ROOT / "params.yaml").runtime.model_copy(update={"keep_saves": 1})
-    needed = 2 * 3000 + 145_600 - 20 + 2 * 1000
+    runtime = load_params(ROOT / "params.yaml").runtime.model_copy(update={"keep_saves": 1, "replay_every_steps": None})
+    needed = 2 * 3000 + 145_600 - 20 + 2 * 1000  # and of 13 steps every fourth keeps a state: three
 
     def check(free: int, **changes: Any) -> None:
         monkeypatch.setattr(space.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, free))  # type: ignore[attr-defined]
@@ -426,4 +426,7 @@ def test_rollouts_are_part_of_what_a_disk_must_hold(tmp_path: Path, monkeypatch:
     check(needed)
     with pytest.raises(DiskSpaceError, match=r"rollouts of 0\.1 MB and outputs.*, or set runtime\.keep_rollouts: false$"):
         check(needed - 1)
-    check(needed - 145_600, keep_rollouts=False)
+    check(needed - 145_600, keep_rollouts=False, replay_every_steps=4)
+    check(needed + 3 * 3000, replay_every_steps=4)
+    with pytest.raises(DiskSpaceError):
+        check(needed + 3 * 3000 - 1, replay_every_steps=4)

@@ -66,15 +66,32 @@ def test_a_finished_run_keeps_its_last_save_until_the_next_one_and_those_that_st
     for run in (other, unfinished):
         run.path.mkdir(parents=True)
         train(run, 3)
-    write_json(folder.exit, {"code": 0})
+    write_json(folder.about, {"attempt_s": 10.0})
+    write_json(folder.exit, {"code": 0, "time_s": 20.0})
     (folder.path / "state-00000006.pt.damaged").touch()
     prune_finished(folder.path.parents[1], folder)
     assert [run.commits() for run in (folder, other, unfinished)] == [[7, 5], [3, 2], [3, 2]]
     assert not list(folder.path.glob("*.damaged"))
-    write_json(other.exit, {"code": 0})
-    write_json(unfinished.exit, {"code": 143})
+    write_json(other.about, {"attempt_s": 20.5})
+    write_json(other.exit, {"code": 0, "time_s": 30.0})
+    write_json(unfinished.exit, {"code": 143, "time_s": 15.0})
     prune_finished(folder.path.parents[1], other)
     assert [run.commits() for run in (folder, other, unfinished)] == [[5], [3], [3, 2]]
+
+
+def test_runs_of_two_workspaces_that_end_together_keep_their_last_saves_until_another_has_begun(folder: RunFolder) -> None:
+    """Neither knows whether the other's DVC has taken over what it made."""
+    runs = [folder, *(RunFolder(folder.path.parents[1] / name / "1") for name in ("other", "later"))]
+    for run, begun_s, ended_s in zip(runs, (10.0, 15.0, 20.2), (20.1, 20.1, 30.0), strict=True):
+        run.path.mkdir(parents=True, exist_ok=True)
+        train(run, 4)
+        write_json(run.about, {"attempt_s": begun_s})
+        write_json(run.exit, {"code": 0, "time_s": ended_s})
+    for run in runs[:2]:
+        prune_finished(folder.path.parents[1], run)
+    assert [run.commits() for run in runs] == [[4], [4], [4, 3]]
+    prune_finished(folder.path.parents[1], runs[2])
+    assert [run.commits() for run in runs] == [[], [], [4]]
 
 
 # Which are not gone on with

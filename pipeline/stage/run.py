@@ -62,6 +62,7 @@ class StageRun:
         )
         self._guard = None if runtime.guard == "off" else Guard(stage, params, Record(folder).metrics)
         self._saved_at = time.monotonic()
+        self._sampled_step = 0
 
     @property
     def scratch(self) -> Path:
@@ -87,6 +88,7 @@ class StageRun:
         """Keeps every trajectory of a step, by key, for `replay-step`; nothing where `runtime.keep_rollouts` is off."""
         if self._runtime.keep_rollouts:
             write_rollouts(self.folder.rollout(step), rollouts)
+            self._sampled_step = step
 
     def load(self) -> dict[str, Any] | None:
         """The state of the newest intact save, or None for a fresh run. Records after that step are gone already."""
@@ -97,7 +99,10 @@ class StageRun:
         return self._stays(step) or time.monotonic() - self._saved_at >= self._runtime.save_every_s
 
     def _stays(self, step: int) -> bool:
-        return self._runtime.keep_every_steps is not None and step % self._runtime.keep_every_steps == 0
+        intervals = [self._runtime.keep_every_steps]
+        if step == self._sampled_step:  # what it sampled is kept, so it can be replayed
+            intervals.append(self._runtime.replay_every_steps)
+        return any(every is not None and step % every == 0 for every in intervals)
 
     def save(self, step: int, state: Mapping[str, Any]) -> bool:
         """Writes a resumable state (tensors, plain values, containers) durably, with the records up to now.

@@ -16,6 +16,7 @@ from pipeline.errors import HeldError
 from pipeline.lineage.declaration import Locked, read_lock
 from pipeline.supervise import hold, is_held
 from pipeline.tracking.run_folder import RunFolder, read_json, run_key
+from pipeline.tracking.saves import stays
 
 DAY_S = 86400.0
 KEEP_DAYS = 14.0
@@ -27,7 +28,7 @@ class Limits:
     """What stays.
 
     Attributes:
-        runs: finished runs of each stage that keep their samples, rollouts and logs.
+        runs: finished runs of each stage that keep their samples, rollouts, logs, and the saves that were written to stay.
         age_s: what somebody may come back to stays this long after its last use: unfinished runs, the last save of one whose
             results DVC does not have, experiments' copies, caches, output logs.
         keep_records: whether finished runs beyond `runs` keep metrics.jsonl, run.json and exit.json.
@@ -67,7 +68,7 @@ def leftovers(root: Path, limits: Limits) -> list[Leftover]:
     days = f"unused for {limits.age_s / DAY_S:g} days"
     beyond = f"beyond the newest {limits.runs} of each stage"
     found = [
-        _saves(finished, locks, limits.age_s),
+        _saves(finished, surplus, locks, limits),
         _files("caches of eval and dpo", f"{days}; made again where needed", _caches(runs, limits.age_s)),
         _files("output logs", days, [path for path in runs.glob("*/output.log") if _is_old(path, limits.age_s)]),
         _folders(runs, "abandoned runs", f"unfinished, {days}, not the newest of its stage", unfinished, _is_abandoned(limits)),
@@ -128,15 +129,18 @@ def _is_abandoned(limits: Limits) -> Callable[[Path], bool]:
     return lambda path: not _is_finished(RunFolder(path)) and _is_old(path, limits.age_s)
 
 
-def _saves(finished: Iterable[RunFolder], locks: Sequence[Mapping[str, Locked]], age_s: float) -> Leftover:
-    """All but the last one of a run whose results DVC does not have (yet): it makes them again when DVC fails to take them."""
+def _saves(
+    finished: Iterable[RunFolder], surplus: Sequence[RunFolder], locks: Sequence[Mapping[str, Locked]], limits: Limits
+) -> Leftover:
+    """All that neither stay nor are the last one of a run whose results DVC does not have (yet) and may fail to take."""
     found: dict[RunFolder, list[Path]] = {}
     for folder in finished:
-        kept = set()
-        for last in folder.commits()[:1]:
-            if not _is_old(folder.commit(last), age_s) and not _is_recorded(folder, locks):
-                kept = {folder.state(last), folder.commit(last)}
-        found[folder] = [path for path in folder.path.glob("state-*") if path not in kept]
+        steps = folder.commits()
+        kept = [] if folder in surplus else [step for step in steps if stays(folder, step)]
+        if steps and not _is_old(folder.commit(steps[0]), limits.age_s) and not _is_recorded(folder, locks):
+            kept.append(steps[0])
+        names = {path.name for step in kept for path in (folder.state(step), folder.commit(step))}
+        found[folder] = [path for path in folder.path.glob("state-*") if path.name not in names]
 
     def remove() -> None:
         for folder, paths in found.items():
@@ -145,7 +149,8 @@ def _saves(finished: Iterable[RunFolder], locks: Sequence[Mapping[str, Locked]],
                     remove_paths(paths)
 
     paths = [path for of_run in found.values() for path in of_run]
-    return Leftover("saves of finished runs", "nothing resumes from them", paths, remove)
+    why = f"nothing resumes from them; those that stay only beyond the newest {limits.runs} of each stage"
+    return Leftover("saves of finished runs", why, paths, remove)
 
 
 def _is_recorded(folder: RunFolder, locks: Sequence[Mapping[str, Locked]]) -> bool:

@@ -91,21 +91,30 @@ def write_save(
 def prune(folder: RunFolder, keep: int) -> None:
     """Removes all saves but the newest `keep` and those that were written to stay."""
     for step in folder.commits()[keep:]:
-        if read_json(folder.commit(step)).get("stays") is not True:
+        if not stays(folder, step):
             # the sidecar first: without it there is no save
             folder.commit(step).unlink(missing_ok=True)
             folder.state(step).unlink(missing_ok=True)
 
 
+def stays(folder: RunFolder, step: int) -> bool:
+    """Whether a save was written to stay when the run has finished."""
+    return read_json(folder.commit(step)).get("stays") is True
+
+
 def prune_finished(stage_folder: Path, finished: RunFolder) -> None:
     """Leaves, of the saves of a stage's finished runs, the last one of the run that has just `finished`, and those that stay.
 
-    DVC takes over what a run made after its process has ended; until then the last save can make it again.
+    DVC takes over what a run made after its process has ended; until then the last save can make it again. A workspace runs a
+    stage anew when DVC has done so. Runs that ended while this one was at work are those of other workspaces, whose DVC may be
+    about to; the next run that begins takes care of them.
     """
+    begun_s = read_json(finished.about)["attempt_s"]
     for folder in [RunFolder(path.parent) for path in stage_folder.glob("*/*/exit.json")]:
+        end = read_json(folder.exit)
         if folder == finished:
             prune(folder, 1)
-        elif read_json(folder.exit).get("code") == 0 and not is_held(folder.lock):
+        elif end.get("code") == 0 and end["time_s"] < begun_s and not is_held(folder.lock):
             prune(folder, 0)
     for leftover in finished.path.glob("state-*.damaged"):
         if leftover.is_file():

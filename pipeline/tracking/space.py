@@ -26,8 +26,8 @@ def check_space(
 ) -> None:
     """Compares what the run at `folder` will write with what is free.
 
-    `keep_saves` + 1 states (one is written before one is removed) and the rollouts of all steps, less what lies there, and the
-    outputs below `root`. Saves that stay come on top: their number is not known here.
+    `keep_saves` + 1 states (one is written before one is removed), rollouts of all steps and the states that replays begin with,
+    less what lies there, and the outputs below `root`. Saves of `keep_every_steps` come on top.
 
     Raises:
         DiskSpaceError: in one line, what is needed and free, and how to mend it.
@@ -36,13 +36,15 @@ def check_space(
     if not weights:
         return
     state = ADAMW * weights * (2 if stage == "ppo" else 1)  # ppo trains a critic of the policy's size beside it
-    rollouts = _rollout_bytes(stage, root, params, inputs) if runtime.keep_rollouts else 0
+    steps = _sampling_steps(stage, root, params, inputs) if runtime.keep_rollouts else 0
+    rollouts = steps * _rollout_bytes(params[stage]) if steps else 0
+    states = runtime.keep_saves + 1 + (steps // runtime.replay_every_steps if runtime.replay_every_steps else 0)
     written = [*folder.path.glob("state-*.pt"), *folder.rollouts.glob("*.npz")]
     there = sum(_size(path) for path in written if path.is_file())
     needed: defaultdict[int, int] = defaultdict(int)
     free: dict[int, int] = {}
     for place, size in (
-        (folder.path, max(0, (runtime.keep_saves + 1) * state + rollouts - there)),
+        (folder.path, max(0, states * state + rollouts - there)),
         (root, COPIES_OF_OUTPUT * weights),
     ):
         device = os.stat(place).st_dev
@@ -76,17 +78,22 @@ def _trained_bytes(stage: str, root: Path, params: Mapping[str, Any], inputs: Se
     return int(_size(start) * min(1.0, 2 * own["rank"] / width))
 
 
-def _rollout_bytes(stage: str, root: Path, params: Mapping[str, Any], inputs: Sequence[str | Path]) -> int:
-    """Of all trajectories of a run, if each is as long as it may be and no group is sampled anew; 0 where nothing is sampled."""
+def _sampling_steps(stage: str, root: Path, params: Mapping[str, Any], inputs: Sequence[str | Path]) -> int:
+    """Steps of the whole run of a stage that samples; 0 of another."""
     own = params.get(stage, {})
     reports = [path for path in (root / name / "report.json" for name in inputs) if path.is_file()]
     if "max_new_tokens" not in own or not reports:
         return 0
     prompts = json.loads(reports[0].read_text(encoding="utf-8"))["train"]
-    steps = own["epochs"] * -(-prompts // own["batch_size"])
+    steps = int(own["epochs"] * -(-prompts // own["batch_size"]))
+    return min(steps, own["max_steps"] or steps)
+
+
+def _rollout_bytes(own: Mapping[str, Any]) -> int:
+    """Of the trajectories of a step, if each is as long as it may be and no group is sampled anew."""
     rows = own["batch_size"] * own.get("group_size", 1)
     tokens = own["max_new_tokens"] * own.get("max_turns", 1)
-    return int(ROLLOUT_BYTES * tokens * rows * min(steps, own["max_steps"] or steps))
+    return int(ROLLOUT_BYTES * tokens * rows)
 
 
 def _size(path: Path) -> int:
