@@ -5,6 +5,7 @@ prefect deployment run minimind/sweep -p stage=grpo -p grid='{"grpo.lr": [1e-4, 
 
 import itertools
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,12 +23,13 @@ from flows.minimind import terminated_with_worker
 from flows.rebuild import TimeLimit, Workspace
 from flows.report import artifact_key, cell, leave, link, number, ui_hint
 from pipeline.errors import ParamsError
-from pipeline.lineage.experiment import Experiment, describe
+from pipeline.lineage.experiment import Experiment, describe_all
 from pipeline.lineage.headlines import EVAL_HEADLINES, HEADLINES, Goal
 from pipeline.lineage.plan import read_plan
 
 ROOT = Path(__file__).resolve().parents[1]
 POLL_S = 0.2
+MAX_MEMBERS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +96,16 @@ def combinations(stage: str, grid: Mapping[str, Sequence[Any]]) -> list[Member]:
     """Every combination of the grid's values; its values are JSON, which YAML reads alike.
 
     Raises:
-        ParamsError: the grid is empty, or a combination is not valid.
+        ParamsError: the grid is empty or has more than `MAX_MEMBERS` combinations, or one is not valid.
     """
     if not grid or not all(isinstance(values, list) and values for values in grid.values()):
         raise ParamsError('grid: must give each key a list of values, such as {"grpo.lr": [1e-4, 3e-4]}')
+    number = math.prod(len(values) for values in grid.values())
+    if number > MAX_MEMBERS:
+        raise ParamsError(f"grid: {number} combinations, of at most {MAX_MEMBERS}; give fewer values, or parts of it one by one")
     texts = [[f"{key}={json.dumps(value, ensure_ascii=False)}" for value in values] for key, values in grid.items()]
-    members = [Member(chosen, describe(ROOT, stage, chosen)) for chosen in itertools.product(*texts)]
+    chosen = list(itertools.product(*texts))
+    members = map(Member, chosen, describe_all(ROOT, stage, chosen))
     return list({member.experiment.name: member for member in members}.values())  # values given twice are tried once
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from small_lineage import dvc, git, ran
 
 from pipeline.errors import DataError, ParamsError, PipelineError
 from pipeline.lineage.execute import bring_up
-from pipeline.lineage.experiment import Experiment, open_experiment
+from pipeline.lineage.experiment import Experiment, describe_all, open_experiment
 from pipeline.lineage.overrides import check_overrides, parse_overrides, slug, write_overrides
 from pipeline.lineage.plan import Verdict, read_plan
 from pipeline.lineage.sharing import sole_runner
@@ -159,19 +160,56 @@ def test_a_source_that_git_ignores_is_taken_along_and_an_absent_one_named(lineag
         pass
 
 
-def test_a_copy_that_is_gone_on_with_has_the_sources_as_they_are_now(lineage: Path) -> None:
-    """After a fault in the data, say: an editor puts a new file in the place of the old one."""
-    rows = lineage / "data/raw/rows.jsonl"
+def test_other_sources_make_another_experiment(lineage: Path, tmp_path: Path) -> None:
+    """Git ignores them; a link to a folder, which git does not look into, and files elsewhere count, too."""
+    rows, linked, elsewhere = lineage / "data/raw/rows.jsonl", tmp_path / "folder/rows.jsonl", tmp_path / "rows.jsonl"
+    dvc_yaml = (lineage / "dvc.yaml").read_text()
+    linked.parent.mkdir()
+    (lineage / "data/raw/linked").symlink_to(linked.parent)
+    (lineage / "dvc.yaml").write_text(dvc_yaml.replace("data/raw/rows.jsonl", f"data/raw, {elsewhere}"))
 
-    def source_of_the_copy() -> str:
+    def experiment_and_its_sources() -> tuple[str, list[str]]:
         with open_experiment(lineage, "base", ["pretrain.lr=3e-3"], threading.Event()) as experiment:
-            return (experiment.workspace / "data/raw/rows.jsonl").read_text()
+            found = [experiment.workspace / name for name in ("data/raw/rows.jsonl", "data/raw/linked/rows.jsonl")]
+            return experiment.name, [path.read_text() for path in found]
 
-    assert source_of_the_copy() == "{}\n"
-    rows.unlink()
-    rows.write_text('{"mended": true}\n')
-    assert source_of_the_copy() == '{"mended": true}\n'
-    rows.write_text("{}\n")
+    try:
+        seen = []
+        for path in (rows, linked, elsewhere):
+            path.write_text("{}\n")
+        for path in (rows, linked, elsewhere):
+            seen.append(experiment_and_its_sources())
+            path.unlink()  # an editor puts a new file in the place of the old one
+            path.write_text('{"mended": true}\n')
+        seen.append(experiment_and_its_sources())
+        assert len({name for name, _ in seen}) == 4
+        assert [texts for _, texts in seen[:2]] == [["{}\n"] * 2, ['{"mended": true}\n', "{}\n"]]
+        assert experiment_and_its_sources() == seen[-1]
+    finally:
+        rows.write_text("{}\n")
+        (lineage / "data/raw/linked").unlink()
+        (lineage / "dvc.yaml").write_text(dvc_yaml)
+
+
+def test_a_source_that_an_override_names_counts(lineage: Path) -> None:
+    dvc_yaml = (lineage / "dvc.yaml").read_text()
+    (lineage / "dvc.yaml").write_text(dvc_yaml.replace("data/raw/rows.jsonl", "'data/raw/${reward.seed}.jsonl'"))
+    try:
+        names = []
+        for text in ("1", "2"):
+            (lineage / "data/raw/7.jsonl").write_text(text)
+            names += [experiment.name for experiment in describe_all(lineage, "base", [["reward.seed=7"], ["ppo.seed=7"]])]
+    finally:
+        (lineage / "data/raw/7.jsonl").unlink()
+        (lineage / "dvc.yaml").write_text(dvc_yaml)
+    assert names[0] != names[2] and names[1] == names[3]
+
+
+def test_many_choices_take_a_moment(lineage: Path) -> None:
+    choices = [[f"grpo.seed={seed}", f"grpo.lr={lr}"] for seed in range(20) for lr in (0.1, 0.2, 0.3, 0.4, 0.5)]
+    started = time.process_time()
+    assert len({experiment.name for experiment in describe_all(lineage, "grpo", choices)}) == 100
+    assert time.process_time() - started < 2.0  # 0.05 s per choice before params.yaml was read once
 
 
 def test_edits_of_any_kind_reach_the_copy(lineage: Path) -> None:

@@ -119,6 +119,7 @@ def test_an_interrupted_sweep_stops_its_members_with_a_save(lineage: Path) -> No
     [
         ({}, {}, "grid: must give each key a list"),
         ({"grpo.lr": []}, {}, "grid: must give each key a list"),
+        ({"grpo.seed": list(range(40)), "ppo.seed": list(range(26))}, {}, "grid: 1040 combinations, of at most 1000; give fewer"),
         ({"grpo.lrr": [1]}, {}, "grpo.lrr: unknown key; did you mean `lr`"),
         ({"grpo.lr": [1e-4]}, {"concurrency": 0}, "concurrency=0: must be >= 1"),
         ({"grpo.lr": [1e-4]}, {"metric": "reward/std"}, "goal: must be max or min, as reward/std is no headline metric"),

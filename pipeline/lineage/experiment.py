@@ -10,10 +10,9 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,10 @@ from typing import Any
 
 from pipeline.digests import digest
 from pipeline.errors import DataError, PipelineError
-from pipeline.lineage.overrides import check_overrides, parse_overrides, shown, slug, write_overrides
-from pipeline.lineage.plan import IN_PROCESS, faults_of_dvc, read_plan
+from pipeline.lineage.git import output_of
+from pipeline.lineage.overrides import overrides_check, parse_overrides, shown, slug, write_overrides
+from pipeline.lineage.plan import read_plan
+from pipeline.lineage.sources import absent_sources, link_sources, source_digests
 from pipeline.supervise import hold_unless
 from pipeline.tracking import home
 
@@ -121,13 +122,11 @@ def open_experiment(root: Path, stage: str, overrides: Sequence[str], stop: thre
         DataError: a file that a stage reads is nowhere.
         PipelineError: git refuses, or the wait was stopped.
     """
-    experiment = describe(root, stage, overrides)
+    (experiment,) = describe_all(root, stage, [overrides])
     with hold_unless(stop, experiment.folder / "lock") as held:
         if not held:
             raise PipelineError(f"{experiment.name}: stopped while another process ran the same experiment")
-        if (experiment.folder / "ready").exists():
-            _link_sources(root, experiment.workspace)  # what made the earlier try fail may have been mended in them
-        else:
+        if not (experiment.folder / "ready").exists():
             try:
                 _make_copy(experiment)
             except BaseException:
@@ -137,19 +136,25 @@ def open_experiment(root: Path, stage: str, overrides: Sequence[str], stop: thre
         yield experiment
 
 
-def describe(root: Path, stage: str, overrides: Sequence[str]) -> Experiment:
-    """The experiment that the overrides make of the workspace as it is now.
+def describe_all(root: Path, stage: str, choices: Iterable[Sequence[str]]) -> list[Experiment]:
+    """The experiments that each choice of overrides makes of the workspace as it is now; hundreds of choices take a second.
 
     Raises:
         ParamsError: an override is wrong.
-        PipelineError: the workspace is no git repository with a commit.
+        PipelineError: the workspace is no git repository with a commit, or dvc.yaml cannot be read.
     """
-    values = parse_overrides(overrides)
-    check_overrides(root, values)
+    check = overrides_check(root)
     baseline = _git(root, "rev-parse", "HEAD")
     edits = {path: _content(root / path) for path in _edits(root) if Path(path).parts[0] not in RECORDS}
-    identity = json.dumps([stage, values, baseline, edits], sort_keys=True)
-    return Experiment(f"{slug(values)}-{hashlib.sha256(identity.encode()).hexdigest()[:7]}", root, stage, values, baseline)
+    digests_with = source_digests(root)
+
+    def describe(overrides: Sequence[str]) -> Experiment:
+        values = parse_overrides(overrides)
+        check(values)
+        identity = json.dumps([stage, values, baseline, edits, digests_with(values)], sort_keys=True)
+        return Experiment(f"{slug(values)}-{hashlib.sha256(identity.encode()).hexdigest()[:7]}", root, stage, values, baseline)
+
+    return [describe(overrides) for overrides in choices]
 
 
 def _edits(root: Path) -> list[str]:
@@ -179,12 +184,11 @@ def _make_copy(experiment: Experiment) -> None:
         for path in _edits(root):
             _take_over(root / path, copy / path)
         write_overrides(copy / "params.yaml", experiment.overrides)
-    _link_sources(root, copy)
+    link_sources(root, copy)
     # A process of its own: DVC's checkout is not made for several threads.
-    command = [sys.executable, "-m", "dvc", "checkout", "--quiet", "--force", "--allow-missing"]
-    _run(command, copy)
+    output_of(copy, sys.executable, "-m", "dvc", "checkout", "--quiet", "--force", "--allow-missing")
     needed = {planned.stage for planned in read_plan(copy, experiment.targets)}
-    if absent := [(stage, path) for stage, path in _absent_sources(copy) if stage in needed]:
+    if absent := [(stage, path) for stage, path in absent_sources(copy) if stage in needed]:
         raise DataError(*(_absence(stage, path) for stage, path in absent))
 
 
@@ -204,70 +208,5 @@ def _take_over(source: Path, target: Path) -> None:
         shutil.copy2(source, target, follow_symlinks=False)
 
 
-def _link_sources(root: Path, copy: Path) -> None:
-    """Shares DVC's cache and settings with the copy, and links what stages read and git ignores."""
-    from dvc.repo import Repo
-
-    with faults_of_dvc(root), IN_PROCESS, Repo(os.fspath(root)) as original, Repo(os.fspath(copy)) as repo:
-        with repo.config.edit("local") as config:
-            for section, values in original.config.read("local").items():
-                config.setdefault(section, {}).update(values)
-            config.setdefault("cache", {})["dir"] = original.cache.local_cache_dir
-            config["cache"].setdefault("type", "reflink,hardlink,copy")
-            config.setdefault("core", {})["site_cache_dir"] = os.fspath(copy / ".dvc" / "tmp" / "site")
-        sources = sorted({path for _, path in _sources(repo) if not path.startswith("..")})
-        for path in _ignored(copy, sources):
-            (copy / path).unlink()
-        for path in _ignored(root, sources):
-            if not repo.dvcignore.is_ignored(repo.fs, os.fspath(copy / path)):
-                _link(root / path, copy / path)
-
-
-def _ignored(root: Path, paths: Sequence[str]) -> list[str]:
-    """Files at these paths, or below them, that git ignores."""
-    command = ("ls-files", "--others", "--ignored", "--exclude-standard", "-z", "--")
-    return [path for path in _git(root, *command, *paths).split("\0") if path] if paths else []
-
-
-def _absent_sources(copy: Path) -> list[tuple[str, str]]:
-    from dvc.repo import Repo
-
-    with faults_of_dvc(copy), IN_PROCESS, Repo(os.fspath(copy)) as repo:
-        return [(stage, path) for stage, path in _sources(repo) if not (copy / path).exists()]
-
-
-def _sources(repo: Any) -> Iterator[tuple[str, str]]:
-    """Stage and path, relative to the repository, of every file or folder that is read and that no stage writes."""
-    outs = {Path(out.fs_path) for out in repo.index.outs}
-    for stage in repo.index.stages:
-        for dep in stage.deps:
-            path = Path(dep.fs_path)
-            if not outs.intersection([path, *path.parents]):
-                yield stage.name, os.path.relpath(path, repo.root_dir)
-
-
-def _link(source: Path, target: Path) -> None:
-    """Hard links, which cost no space and outlive a renamed original; copies where the file system has none."""
-    if source.is_dir():
-        for entry in source.iterdir():
-            _link(entry, target / entry.name)
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.unlink(missing_ok=True)
-    try:
-        os.link(source.resolve(), target)
-    except OSError:  # another file system, or one without links
-        shutil.copy2(source, target)
-
-
 def _git(root: Path, *arguments: str, allow_failure: bool = False) -> str:
-    return _run(["git", *arguments], root, allow_failure=allow_failure)
-
-
-def _run(command: Sequence[str], root: Path, *, allow_failure: bool = False) -> str:
-    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
-    done = subprocess.run(command, cwd=root, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False)
-    if done.returncode and not allow_failure:
-        said = " ".join(done.stderr.decode(errors="replace").split()) or f"exit code {done.returncode}"
-        raise PipelineError(f"{root}: `{' '.join(command[:4])}` failed, which an experiment needs: {said}")
-    return os.fsdecode(done.stdout).strip("\n")  # names of files are in no encoding
+    return output_of(root, "git", *arguments, allow_failure=allow_failure)

@@ -87,7 +87,7 @@ def read_plan(
         faults_of_dvc(root),
         IN_PROCESS,
         Repo(os.fspath(root), _wait_for_lock=True) as repo,
-        _overridden(repo, root, overrides or {}),
+        overridden(repo, root, overrides or {}),
     ):
         with repo.lock:  # DVC writes dvc.lock in place: without it half of one may be read
             graph = get_active_graph(repo.index.graph)
@@ -99,7 +99,7 @@ def read_plan(
 
 
 @contextmanager
-def _overridden(repo: "Repo", root: Path, overrides: Mapping[str, Any]) -> Iterator[None]:
+def overridden(repo: "Repo", root: Path, overrides: Mapping[str, Any]) -> Iterator[None]:
     """Lets `repo` read a changed copy in place of params.yaml, in parameters and in the paths that dvc.yaml makes of them."""
     if not overrides:
         yield
