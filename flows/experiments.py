@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from flows.faults import FlowFault
 from flows.rebuild import Ran, Workspace, bring_up_all
 from flows.report import publish
 from pipeline.lineage.experiment import open_experiment
@@ -10,7 +11,7 @@ from pipeline.lineage.plan import read_plan
 from pipeline.lineage.records import TrackedRun, final_metrics, tracked_run
 
 
-class ExperimentFailed(Exception):
+class ExperimentFailed(FlowFault):
     """Stages of an experiment failed; its copy is left for the next try."""
 
 

@@ -16,6 +16,7 @@ from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from flows.automations import FLOW, Restarts
 from flows.experiments import run_experiment
+from flows.faults import FlowFault, log_faults_as_lines
 from flows.rebuild import Ran, TimeLimit, Workspace, bring_up_all
 from flows.report import publish
 from pipeline.lineage.plan import read_plan
@@ -37,9 +38,10 @@ def minimind(
         restarts: how often this run has crashed and been started again: the server counts.
 
     Raises:
-        RuntimeError: a stage failed; those that do not need it have been brought up to date all the same.
+        FlowFault: a stage failed; those that do not need it have been brought up to date all the same.
         ExperimentFailed: the same, with overrides.
     """
+    log_faults_as_lines()
     if restarts:
         get_run_logger().info("Started again after crash number %d; stages go on from their last saves", restarts)
     workspace = Workspace(ROOT, os.cpu_count() or 1, timeout_s=timeout_s)
@@ -55,7 +57,7 @@ def minimind(
         workspace.stop.set()  # whatever ended the flow, no stage outlives it
     publish(stage, ran, read_plan(ROOT, targets), root=ROOT, home=ROOT)
     if failed := [done.error for done in ran if done.error]:
-        raise RuntimeError("; ".join(failed))
+        raise FlowFault("; ".join(failed))
 
 
 @contextmanager

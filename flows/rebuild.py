@@ -16,6 +16,7 @@ from prefect.futures import PrefectFuture
 from prefect.tasks import exponential_backoff
 from pydantic import Field
 
+from flows.faults import FlowFault
 from flows.gpus import gpu_slots
 from pipeline.errors import PipelineError
 from pipeline.lineage.execute import TIMED_OUT, Outcome, bring_up
@@ -49,7 +50,7 @@ class Workspace:
     stop: threading.Event = field(default_factory=threading.Event)
 
 
-class StageFailed(Exception):
+class StageFailed(FlowFault):
     """A stage did not end well; `retry` says whether it may when its command is given again, going on from its last save."""
 
     def __init__(self, stage: str, outcome: Outcome, *, retry: bool) -> None:

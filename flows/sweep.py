@@ -19,6 +19,7 @@ from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from flows.automations import FLOW, Restarts
 from flows.experiments import Finished, run_experiment
+from flows.faults import FlowFault, log_faults_as_lines
 from flows.minimind import terminated_with_worker
 from flows.rebuild import TimeLimit, Workspace
 from flows.report import artifact_key, cell, leave, link, number, ui_hint
@@ -72,8 +73,9 @@ def sweep(
 
     Raises:
         ParamsError: the grid or the metric is wrong.
-        RuntimeError: no member succeeded.
+        FlowFault: no member succeeded.
     """
+    log_faults_as_lines()
     metric, goal = choose_metric(stage, grid, metric, goal)
     members = combinations(stage, grid)
     read_plan(ROOT, () if stage == "all" else (stage,))  # a stage that does not exist shows before any copy is made
@@ -89,7 +91,7 @@ def sweep(
         workspace.stop.set()  # whatever ended the sweep, no stage outlives it
         _publish(stage, ended, metric, goal)
     if not any(member.finished for member in ended):
-        raise RuntimeError("no member succeeded: " + "; ".join(dict.fromkeys(member.error for member in ended)))
+        raise FlowFault("no member succeeded: " + "; ".join(dict.fromkeys(member.error for member in ended)))
 
 
 def combinations(stage: str, grid: Mapping[str, Sequence[Any]]) -> list[Member]:

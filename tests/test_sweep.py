@@ -1,6 +1,7 @@
 """The flows with overrides against a real, temporary Prefect server: experiments, sweeps, their reports, and stopping."""
 
 import _thread
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -128,6 +129,36 @@ def test_an_interrupted_sweep_stops_its_members_with_a_save(lineage: Path) -> No
 def test_a_wrong_sweep_is_one_line(grid: dict[str, list[Any]], options: dict[str, Any], line: str) -> None:
     with pytest.raises(ParamsError, match=line):
         sweep("grpo", grid, **options)
+
+
+class Records(logging.Handler):
+    """What a logger says of errors: the message, and whether a traceback follows."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.seen: list[tuple[str, bool]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen.append((record.getMessage(), bool(record.exc_info)))
+
+
+def test_the_log_has_a_line_for_a_wrong_override_and_a_traceback_for_a_mistake_in_the_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logger, records = logging.getLogger("prefect.flow_runs"), Records()
+    logger.addHandler(records)
+    try:
+        with pytest.raises(ParamsError) as caught:
+            minimind("grpo", ["grpo.lrr=1"])
+        logger.error("Engine execution exited with unexpected exception", exc_info=caught.value)  # as a worker's process does
+        (line, has_traceback), *more = records.seen
+        assert "override: grpo.lrr: unknown key; did you mean `lr`?" in line and not has_traceback and not more
+        monkeypatch.setattr(minimind_module, "run_experiment", lambda *_: {}["nothing"])
+        with pytest.raises(KeyError):
+            minimind("grpo", ["grpo.lr=1e-3"])
+        assert [has_traceback for _, has_traceback in records.seen] == [False, True]
+    finally:
+        logger.removeHandler(records)
 
 
 def test_metrics_to_go_by() -> None:
