@@ -57,10 +57,11 @@ def train(root: Path, stage: str = "agent", *, lr: float = 1e-4, fails: bool = F
     inputs = ["data/prepared/agent", *([] if stage == "agent" else ["checkpoints/agent.pth"])]
     with suppress(SystemExit), stage_run(stage, params=params, inputs=inputs, runtime=runtime, root=root) as run:
         for step in range(1, 48) if stage == "agent" else [0]:
-            run.log(step, {"tool/success": step / 100, "time/step_s": 1.0} if stage == "agent" else {"agent/tool_success": lr})
-            if stage == "agent":
-                run.log(step, {"reward/mean": 3 * lr + step / 50})
-            if stage == "agent":
+            if stage != "agent":
+                run.log(step, {"agent/tool_success": lr})
+            else:
+                times = {"time/step_s": 1.0, **({"time/rollout_s": 0.5} if step > 1 else {})}
+                run.log(step, {"tool/success": step / 100, "reward/mean": 3 * lr + step / 50, **times})
                 row = {"prompt": PROMPT, "completion": COMPLETION, "reward": 1.5, "stop": "eos"}
                 run.log_samples(step, [{**row, "completion": "no tool"}, row, {**row, "reward": 0.0}])
         if fails:

@@ -20,6 +20,7 @@ from pipeline.lineage.causes import FIRST
 from pipeline.supervise.ancestry import VARIABLE, Ancestor
 from pipeline.tracking.episodes import MAX_EPISODES, read_episode
 from pipeline.tracking.rebuild import FLOW_RUN, Rebuild
+from pipeline.tracking.records import Record
 
 ROOT = Path(__file__).parents[1]
 
@@ -297,6 +298,27 @@ def test_episodes_are_traces_of_the_run(workspace: Path) -> None:
     ]
     assert [span.parent_id for span in spans] == [None, spans[0].span_id, spans[1].span_id, spans[0].span_id]
     assert spans[2].inputs == {"expression": "2*3"} and spans[2].outputs == "6" and spans[0].outputs == "It is 6."
+
+
+def test_spans_have_the_time_of_the_steps_sampling_or_one_that_their_text_gives(workspace: Path) -> None:
+    """Thought and call have 17 + 82 characters, the result 1, the answer 8; 2 more per turn, 1 more per call: 113."""
+    folder = train(workspace)
+    feed(folder)
+    traces = {int(trace.info.tags["step"]): trace for trace in Seen(workspace.name).traces()}
+    logged = {line["step"]: line["time_s"] for line in Record(folder).lines()}
+    for step, begin_s, seconds, times in (
+        (1, logged[1], 0.113, "not measured"),
+        (4, logged[4] - 1.0, 0.5, "the step's sampling"),
+    ):
+        spans = sorted(traces[step].data.spans, key=lambda span: span.start_time_ns)
+        assert spans[0].attributes["times"].startswith(times)
+        assert traces[step].info.request_time == pytest.approx(begin_s * 1000, abs=1)
+        assert traces[step].info.execution_duration == round(seconds * 1000)
+        places = [
+            ((span.start_time_ns / 1e9 - begin_s) / seconds, (span.end_time_ns / 1e9 - begin_s) / seconds) for span in spans
+        ]
+        wanted = [(0, 113), (1, 103), (101, 103), (104, 113)]
+        assert [pytest.approx((begin / 113, end / 113), abs=1e-4) for begin, end in wanted] == places
 
 
 # Interruptions
