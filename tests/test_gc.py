@@ -114,6 +114,24 @@ def test_only_what_nothing_names_leaves_the_cache_and_every_commit_still_comes_b
     assert not (root / "ran.txt").exists()
 
 
+def test_a_model_that_shares_its_description_with_a_kept_one_goes(root: Path) -> None:
+    """As two trainings of one shape do: the same checkpoints/STAGE.json beside other weights."""
+    (root / "dvc.yaml").write_text(
+        STAGES.replace("outs: [weights]", "outs: [weights, shape]").replace(
+            "&& cp seed weights", "&& cp seed weights && echo 4x4 > shape"
+        )
+    )
+    train(root, "tried\n", commit=False)
+    train(root, "kept\n", commit=True)
+    list(collect(root, LIMITS, remove=True))
+    held = [path.read_bytes() for path in (root / ".dvc" / "cache").rglob("*") if path.is_file()]
+    assert b"tried\n" not in held and b"kept\n" in held and b"4x4\n" in held
+    (root / "seed").write_text("kept\n")
+    (root / "weights").unlink()
+    (root / "ran.txt").unlink()
+    assert repro(root) == ["train"] and not (root / "ran.txt").exists()
+
+
 def test_what_another_clone_made_is_no_obstacle(root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Its commits name folders whose lists of files are not in the cache here."""
     train(root, "one\n", commit=True)

@@ -3,8 +3,8 @@
 A cache outside of the repository may be another one's, too (as that of an isolated copy is), so nothing of it is unused.
 
 `dvc gc` takes metrics and plots from under the run cache, because they are no cached outputs: a stage whose inputs come back
-would run anew although its weights are there. Here an entry of the run cache that shares an output with what is kept is kept,
-with everything that it names.
+would run anew although its weights are there. Here an entry of the run cache whose outputs are all kept is kept, with everything
+that it names. One of its outputs is not enough: models of one shape share the file that describes them.
 """
 
 import json
@@ -78,10 +78,11 @@ def _find(repo: "Repo", others: Sequence["Repo"]) -> Iterator[Path]:
     needed = []
     for entry in sorted(Path(repo.stage_cache.cache_dir).glob("*/*/*")):
         text = entry.read_text(encoding="utf-8")
-        if named.isdisjoint(_DIGEST.findall(text.partition("\nouts:")[2])):
-            yield entry
-        else:
+        outs = set(_DIGEST.findall(text.partition("\nouts:")[2]))
+        if outs and outs <= named:
             needed.append(text)
+        else:
+            yield entry
     named |= _digests(needed, store)
     for _, each in repo.cache.by_scheme():
         yield from (Path(each.oid_to_path(oid)) for oid in each.all() if oid not in named)
