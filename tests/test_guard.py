@@ -27,7 +27,7 @@ SETTINGS = group_settings(epochs=8, kl_coef=0.5)  # 24 steps
 
 
 def runtime(**changes: Any) -> Runtime:
-    quiet = {"device": "cpu", "threads": 1, "save_every_s": 1e9, "progress": "auto", "mlflow": False}
+    quiet = {"device": "cpu", "threads": 1, "save_every_s": 1e9, "progress": "auto", "mlflow": False, "replay_every_steps": None}
     return load_params(ROOT / "params.yaml").runtime.model_copy(update=quiet | changes)
 
 
@@ -60,6 +60,9 @@ def test_the_guard_decides_no_byte(tmp_path: Path, sets: Path, tokenizer: Tokeni
     assert train(tmp_path / "warn", sets, tokenizer, guard="warn") == without
     said = capsys.readouterr().err
     assert said.count("grpo: problem: no_signal: in 100% of the groups") == 1  # once, though every look sees it
+    kept = read_json(folder(tmp_path / "warn").guard)["no_signal"]
+    assert kept.startswith("problem: no_signal: in 100% of the groups") and f"grpo: {kept}\n" in said
+    assert not folder(tmp_path / "off").guard.exists()
     assert "(rollout/zero_std_frac, steps 8-10)" in said and "grpo.group_size (now 4)" in said
 
     with pytest.raises(SystemExit) as ended:

@@ -756,6 +756,14 @@ def test_a_store_without_room_for_artifacts_gets_metrics_and_the_truth(tracked: 
     assert len(_history(tracked, "loss")) == 3 and _tables(tracked) == [f"samples/0000000{step}.json" for step in (1, 2, 3)]
 
 
+def test_what_the_guard_found_is_a_tag(tracked: Path) -> None:
+    folder = _record(tracked, range(1, 3))
+    assert _feed(tracked) == 0 and "guard.found" not in _mlflow_run(tracked).data.tags
+    write_json(folder.guard, {"no_signal": "problem: no_signal: none", "clip_frac": "warn: clip_frac: much"})
+    assert _feed(tracked) == 0
+    assert _mlflow_run(tracked).data.tags["guard.found"] == "problem: no_signal: none\nwarn: clip_frac: much"
+
+
 def test_a_lost_note_doubles_nothing(tracked: Path) -> None:
     folder = _record(tracked, range(1, 4))
     assert _feed(tracked) == 0

@@ -75,10 +75,13 @@ class StageRun:
         return self._stop.requested is not None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Appends the metrics of an optimizer step; values that are not finite become null. The guard looks on."""
+        """Appends the metrics of an optimizer step; values that are not finite become null. The guard looks on, and is heard."""
         self._recorder.log(step, metrics)
-        for finding in self._guard.follow(step, metrics) if self._guard else ():
-            self.announce(f"{finding.severity}: {finding}")
+        found = {each.name: f"{each.severity}: {each}" for each in (self._guard.follow(step, metrics) if self._guard else ())}
+        for line in found.values():
+            self.announce(line)
+        if found:
+            write_json(self.folder.guard, read_json(self.folder.guard) | found)
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Appends generated samples: one row of plain JSON values each."""

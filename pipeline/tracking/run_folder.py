@@ -8,6 +8,7 @@ Processes talk through these files alone:
 | metrics.jsonl, samples.jsonl | trainer, appended | the truth about what happened |
 | rollouts/STEP.npz | trainer, at each step of a stage that samples | every trajectory of the step, by its key |
 | state-STEP.pt, state-STEP.json | trainer, at each save | resumable state; its checksum, and those of the files above |
+| guard.json | trainer | by check, the latest finding of `runtime.guard` |
 | exit.json | trainer, at its end | exit code, reason, time; absent while it runs and after SIGKILL |
 | lock | trainer | held while it lives |
 | system.jsonl | feeder, appended | load of the machine: CPU, memory, disk, GPUs |
@@ -29,7 +30,7 @@ from typing import Any
 from pipeline.errors import PipelineError
 
 _OURS = re.compile(
-    r"(run|exit|feeder|checkpoint)\.json(\.tmp)?|(metrics|samples|system)\.jsonl|state-.*\.tmp|(feeder\.)?lock|feeder\.log"
+    r"(run|exit|guard|feeder|checkpoint)\.json(\.tmp)?|(metrics|samples|system)\.jsonl|state-.*\.tmp|(feeder\.)?lock|feeder\.log"
 )
 _NUMBER = re.compile(r"[1-9][0-9]*")
 _STATE = re.compile(r"state-(\d{8})\.json")
@@ -74,6 +75,10 @@ class RunFolder:
     @property
     def checkpoint(self) -> Path:
         return self.path / "checkpoint.json"
+
+    @property
+    def guard(self) -> Path:
+        return self.path / "guard.json"
 
     @property
     def exit(self) -> Path:

@@ -39,6 +39,7 @@ TRACKER_FAULTS = (MlflowException, SQLAlchemyError, SqliteError, ParseError, Val
 MAX_METRICS = 1000  # per request
 MAX_PARAMS = 100
 TABLES_TAG = "mlflow.loggedArtifacts"
+FOUND_TAG = "guard.found"
 SAMPLES = "samples"
 
 
@@ -51,6 +52,7 @@ class Arrived:
         tables: artifacts that hold samples, in order of steps.
         in_flight: further such artifacts, which the tag does not list: they may be torn, and are written again.
         described: whether `params.json` is there.
+        found: what the guard had to say, a line per finding.
     """
 
     client: MlflowClient
@@ -59,6 +61,7 @@ class Arrived:
     tables: list[str]
     in_flight: list[str]
     described: bool = False
+    found: str = ""
 
 
 class Sender:
@@ -113,6 +116,9 @@ class Sender:
         self._system_read = self._send_metrics(arrived, self._folder.system, self._system_read, _size(self._folder.system))
         if not arrived.described:
             self._send_params(arrived)
+        if (found := "\n".join(read_json(self._folder.guard).values())) != arrived.found:
+            arrived.client.set_tag(arrived.run_id, FOUND_TAG, found)
+            arrived.found = found
         if samples_end != self._samples_seen or final:
             self._send_samples(arrived, samples_end, final)
             self._samples_seen = samples_end
