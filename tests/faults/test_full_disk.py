@@ -88,7 +88,7 @@ def test_the_estimate_is_what_is_written(lineage: Lineage, tmp_path: Path, stage
     project = lineage.copy_for(stage, tmp_path / stage, {})
     assert start(project.root, stage).wait() == 0
     (folder,) = map(RunFolder, run_folders(project.root, stage))
-    (state,) = folder.path.glob("state-*.pt")
+    state = folder.state(folder.commits()[0])
     params = read_json(folder.about)["params"]
     names = [path.relative_to(project.root) for path in (project.root / "checkpoints").glob("*.pth") if path.stem != stage]
     weights = _trained_bytes(stage, project.root, params, names)
