@@ -416,7 +416,7 @@ def test_rollouts_are_part_of_what_a_disk_must_hold(tmp_path: Path, monkeypatch:
     folder.rollout(1).write_bytes(b"x" * 20)
     own = {"lr": 0.1, "epochs": 1, "max_steps": None, "batch_size": 8, "group_size": 4, "max_new_tokens": 50}
     runtime = load_params(ROOT / "params.yaml").runtime.model_copy(update={"keep_saves": 1, "replay_every_steps": None})
-    needed = 2 * 3000 + 145_600 - 20 + 2 * 1000  # and of 13 steps every fourth keeps a state: three
+    needed = 2 * 3000 + 145_600 - 20 + 2 * 1000  # and of 13 steps every fourth may keep a state: three
 
     def check(free: int, **changes: Any) -> None:
         monkeypatch.setattr(space.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, free))  # type: ignore[attr-defined]

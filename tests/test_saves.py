@@ -23,7 +23,13 @@ def open_recorder(folder: RunFolder, save: dict[str, Any]) -> Recorder:
     return Recorder(JsonLines(folder.metrics, sizes[0]), JsonLines(folder.samples, sizes[1]))
 
 
-def train(folder: RunFolder, last: int, *, keep: int = 2, stays: Callable[[int], bool] = lambda step: False) -> None:
+def never(step: int) -> bool:
+    return False
+
+
+def train(
+    folder: RunFolder, last: int, *, keep: int = 2, stays: Callable[[int], bool] = never, replays: Callable[[int], bool] = never
+) -> None:
     """Goes on from the newest save, and saves after each step."""
     save = newest_save(folder) or {"step": 0}
     recorder = open_recorder(folder, save)
@@ -31,7 +37,7 @@ def train(folder: RunFolder, last: int, *, keep: int = 2, stays: Callable[[int],
         recorder.log(step, {"loss": 1 / step})
         recorder.log_samples(step, [{"text": str(step)}])
         state = {"step": step, "weights": torch.full((99,), float(step)), "counters": {"tokens": 5.0}}
-        assert write_save(folder, step, state, recorder.sync(), keep=keep, stays=stays(step))
+        assert write_save(folder, step, state, recorder.sync(), keep=keep, stays=stays(step), replays=replays(step))
     recorder.close()
 
 
@@ -80,18 +86,18 @@ def test_a_finished_run_keeps_its_last_save_until_the_next_one_and_those_that_st
 
 
 def test_runs_of_two_workspaces_that_end_together_keep_their_last_saves_until_another_has_begun(folder: RunFolder) -> None:
-    """Neither knows whether the other's DVC has taken over what it made."""
+    """Neither knows whether the other's DVC has taken over what it made. The saves for replays go with the last ones."""
     runs = [folder, *(RunFolder(folder.path.parents[1] / name / "1") for name in ("other", "later"))]
     for run, begun_s, ended_s in zip(runs, (10.0, 15.0, 20.2), (20.1, 20.1, 30.0), strict=True):
         run.path.mkdir(parents=True, exist_ok=True)
-        train(run, 4)
+        train(run, 6, replays=lambda step: step == 3)
         write_json(run.about, {"attempt_s": begun_s})
         write_json(run.exit, {"code": 0, "time_s": ended_s})
     for run in runs[:2]:
         prune_finished(folder.path.parents[1], run)
-    assert [run.commits() for run in runs] == [[4], [4], [4, 3]]
+    assert [run.commits() for run in runs] == [[6], [6, 3], [6, 5, 3]]
     prune_finished(folder.path.parents[1], runs[2])
-    assert [run.commits() for run in runs] == [[], [], [4]]
+    assert [run.commits() for run in runs] == [[], [], [6, 3]]
 
 
 # Which are not gone on with

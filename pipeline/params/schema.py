@@ -341,7 +341,7 @@ class Runtime(Section):
     keep_saves: Positive  # the newest, of an unfinished run
     keep_every_steps: Positive | None  # saves at multiples of it stay, also when the run has finished
     keep_rollouts: bool  # every trajectory that ppo, grpo and agent sample, for `python -m pipeline replay-step`
-    replay_every_steps: Positive | None  # their saves at multiples of it stay with what they sampled: a replay begins there
+    replay_every_steps: Positive | None  # their saves at multiples of it stay with the newest run: a replay begins there
     progress: Literal["auto", "on", "off"]
     mlflow: bool
     guard: Literal["off", "warn", "stop"]  # what a problem in a run's signals does to it: docs/diagnosis.md

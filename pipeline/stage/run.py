@@ -99,13 +99,13 @@ class StageRun:
 
     def should_save(self, step: int) -> bool:
         """Whether `runtime.save_every_s` seconds have passed since the last save (or the start), or the save of `step` stays."""
-        return self._stays(step) or time.monotonic() - self._saved_at >= self._runtime.save_every_s
+        return any(self._purposes(step).values()) or time.monotonic() - self._saved_at >= self._runtime.save_every_s
 
-    def _stays(self, step: int) -> bool:
-        intervals = [self._runtime.keep_every_steps]
-        if step == self._sampled_step:  # what it sampled is kept, so it can be replayed
-            intervals.append(self._runtime.replay_every_steps)
-        return any(every is not None and step % every == 0 for every in intervals)
+    def _purposes(self, step: int) -> dict[str, bool]:
+        """What the save of `step` stays for, as `write_save` takes it."""
+        kept, replayed = self._runtime.keep_every_steps, self._runtime.replay_every_steps
+        sampled = step == self._sampled_step  # without what was sampled nothing can be replayed
+        return {"stays": bool(kept and step % kept == 0), "replays": bool(sampled and replayed and step % replayed == 0)}
 
     def save(self, step: int, state: Mapping[str, Any]) -> bool:
         """Writes a resumable state (tensors, plain values, containers) durably, with the records up to now.
@@ -114,7 +114,7 @@ class StageRun:
             Whether it was written: one that is not finite is not.
         """
         records, keep = self._recorder.sync(), self._runtime.keep_saves
-        saved = write_save(self.folder, step, state, records, keep=keep, stays=self._stays(step))
+        saved = write_save(self.folder, step, state, records, keep=keep, **self._purposes(step))
         self._saved_at = time.monotonic()
         return saved
 

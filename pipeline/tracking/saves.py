@@ -44,7 +44,14 @@ class _ChecksumWriter:
 
 
 def write_save(
-    folder: RunFolder, step: int, state: Mapping[str, Any], records: Mapping[str, int], *, keep: int, stays: bool = False
+    folder: RunFolder,
+    step: int,
+    state: Mapping[str, Any],
+    records: Mapping[str, int],
+    *,
+    keep: int,
+    stays: bool = False,
+    replays: bool = False,
 ) -> bool:
     """Writes the state of `step` and removes older saves as `prune` does.
 
@@ -56,7 +63,8 @@ def write_save(
         state: tensors, plain values, and dicts, lists and tuples of them.
         records: bytes and checksums of the records up to this step, as `Recorder.sync` gives them.
         keep: saves to keep, at least 1.
-        stays: whether it is kept beyond them.
+        stays: whether it is kept beyond them, for good.
+        replays: whether it is so until another run of the stage has finished: steps are replayed from it.
 
     Returns:
         Whether the state was written.
@@ -82,28 +90,38 @@ def write_save(
         raise
     folder.commit(step).unlink(missing_ok=True)
     replace(temporary, path)
-    about = {"step": step, "recipe": folder.recipe, "crc32": writer.crc32, **NO_RECORDS, **records, "stays": stays}
+    about = {
+        "step": step,
+        "recipe": folder.recipe,
+        "crc32": writer.crc32,
+        **NO_RECORDS,
+        **records,
+        "stays": stays,
+        "replays": replays,
+    }
     write_json(folder.commit(step), about)
     prune(folder, keep)
     return True
 
 
-def prune(folder: RunFolder, keep: int) -> None:
-    """Removes all saves but the newest `keep` and those that were written to stay."""
+def prune(folder: RunFolder, keep: int, *, replays: bool = True) -> None:
+    """Removes all saves but the newest `keep`, those that were written to stay and, with `replays`, those for replays."""
     for step in folder.commits()[keep:]:
-        if not stays(folder, step):
+        if not stays(folder, step, replays=replays):
             # the sidecar first: without it there is no save
             folder.commit(step).unlink(missing_ok=True)
             folder.state(step).unlink(missing_ok=True)
 
 
-def stays(folder: RunFolder, step: int) -> bool:
-    """Whether a save was written to stay when the run has finished."""
-    return read_json(folder.commit(step)).get("stays") is True
+def stays(folder: RunFolder, step: int, *, replays: bool = True) -> bool:
+    """Whether a save was written to stay when the run has finished or, with `replays`, for replays."""
+    about = read_json(folder.commit(step))
+    return about.get("stays") is True or (replays and about.get("replays") is True)
 
 
 def prune_finished(stage_folder: Path, finished: RunFolder) -> None:
-    """Leaves, of the saves of a stage's finished runs, the last one of the run that has just `finished`, and those that stay.
+    """Leaves those saves of a stage's finished runs that stay; of the run that has just `finished` also the last one, and those
+    for replays, which would fill the disk if every run kept them.
 
     DVC takes over what a run made after its process has ended; until then the last save can make it again. A workspace runs a
     stage anew when DVC has done so. Runs that ended while this one was at work are those of other workspaces, whose DVC may be
@@ -115,7 +133,7 @@ def prune_finished(stage_folder: Path, finished: RunFolder) -> None:
         if folder == finished:
             prune(folder, 1)
         elif end.get("code") == 0 and end["time_s"] < begun_s and not is_held(folder.lock):
-            prune(folder, 0)
+            prune(folder, 0, replays=False)
     for leftover in finished.path.glob("state-*.damaged"):
         if leftover.is_file():
             leftover.unlink()
