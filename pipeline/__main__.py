@@ -54,7 +54,7 @@ def plan(
 
     overrides = parse_overrides(set_ or [])
     check_overrides(Path.cwd(), overrides)
-    forecasts = forecast(read_plan(Path.cwd(), targets or (), overrides=overrides), home(Path.cwd()))
+    forecasts = forecast(read_plan(Path.cwd(), targets or (), overrides=overrides), Path.cwd(), home(Path.cwd()))
     for line in [json_of(forecasts)] if as_json else as_text(forecasts):
         typer.echo(line)
 

@@ -32,12 +32,14 @@ class Made:
         params: its parameters by full key.
         deps: digest by path of the data that it read.
         outs: digest by path of what it wrote.
+        sizes: bytes by path of what it read.
     """
 
     stage: str
     params: dict[str, Any]
     deps: dict[str, str]
     outs: dict[str, str]
+    sizes: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -144,14 +146,15 @@ def file_at(root: Path, commit: str | None, path: str) -> str | None:
 
 
 def _stages(lock: Any) -> dict[str, Made]:
-    return {name: _made(name, entry) for name, entry in lock["stages"].items() if name != "code"}
+    return {name: _made(name, entry) for name, entry in (lock or {}).get("stages", {}).items() if name != "code"}
 
 
 def _made(name: str, entry: dict[str, Any]) -> Made:
     params = {key: value for keys in entry.get("params", {}).values() for key, value in keys.items()}
     deps, outs = ({each["path"]: each["md5"] for each in entry.get(kind, [])} for kind in ("deps", "outs"))
     data = {path: md5 for path, md5 in deps.items() if not path.startswith(CODE) and path != PLACEHOLDER}
-    return Made(name, dict(flat_params(params)), data, outs)
+    sizes = {each["path"]: each["size"] for each in entry.get("deps", []) if "size" in each}
+    return Made(name, dict(flat_params(params)), data, outs, sizes)
 
 
 def flat_params(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
