@@ -176,17 +176,15 @@ def whence(
 
 @app.command()
 def doctor(
-    run: Annotated[str | None, typer.Argument(help="a run folder, a stage (its newest run) or the id of an MLflow run")] = None,
+    run: Annotated[str | None, typer.Argument(help="a stage (its newest run), a run folder or the id of an MLflow run")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="everything, for programs")] = False,
 ) -> None:
     """Say what is wrong with a run, or with machine, repository and the newest runs, and how to mend it; 1 if it is a problem."""
     from pipeline.reading import doctor as command
-    from pipeline.tracking.records import find_runs
 
     root, runs = Path.cwd(), home(Path.cwd())
-    folders = find_runs(runs, [run]) if run else command.newest_runs(runs)
     lines = [] if run else list(command.checkup(root, runs))
-    diagnoses = [command.diagnose_run(folder, root, runs) for folder in folders]
+    diagnoses = command.diagnose(root, runs, run)
     for line in [command.as_json(lines, diagnoses)] if as_json else [*lines, *(x for d in diagnoses for x in d.lines())]:
         typer.echo(line)
     raise typer.Exit(int(command.has_problem(lines, diagnoses)))
