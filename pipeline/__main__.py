@@ -156,21 +156,22 @@ Html = Annotated[Path | None, typer.Option("--html", metavar="PAGE", help="write
 
 @app.command()
 def whence(
-    file: Annotated[Path, typer.Argument(help="a checkpoint, or anything else that a stage wrote, under any name")],
+    file: Annotated[Path, typer.Argument(help="a checkpoint, or anything else that a stage wrote or read, under any name")],
     as_json: Annotated[bool, typer.Option("--json", help="everything, for programs")] = False,
     html: Html = None,
 ) -> None:
     """Say where a file came from: stage, commit, parameters, parents up to the corpus, run, evaluation."""
     from pipeline.lineage import whence as command
 
-    origin = command.whence(file, Path.cwd(), home(Path.cwd()) / ".runs")
+    root, runs = Path.cwd(), home(Path.cwd()) / ".runs"
     if html is not None:
         from pipeline.pages.page import write_page
         from pipeline.pages.whence_page import whence_page
 
-        typer.echo(write_page(html, whence_page(origin, Path.cwd())))
+        typer.echo(write_page(html, whence_page(command.whence(file, root, runs), root)))
         return
-    for line in [command.as_json(origin)] if as_json else command.as_text(origin):
+    found = command.trace(file, root, runs)
+    for line in [command.as_json(found)] if as_json else command.as_text(found):
         typer.echo(line)
 
 
