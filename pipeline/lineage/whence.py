@@ -256,4 +256,4 @@ def _headline(evaluation: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     for name, value in evaluation.items():
         if not name.endswith(BOUNDS):
             low, high = evaluation.get(f"{name}_low"), evaluation.get(f"{name}_high")
-            yield name, f"{value:.3f}" + (f" [{low:.3f}, {high:.3f}]" if low is not None and high is not None else "")
+            yield name, f"{value:z.3f}" + (f" [{low:z.3f}, {high:z.3f}]" if low is not None and high is not None else "")
