@@ -77,7 +77,9 @@ def diagnose(root: Path, home: Path, name: str | None = None) -> list[Diagnosis]
     """
     _check_repository(root)
     params, _ = check_params(root)
-    stages = list(dict.fromkeys([*stage_names(root, params), *read_lock(root / "dvc.lock")]))
+    stages = list(stage_names(root, params))
+    if params is None:  # the sets of `data` are not known, but the ones that have run
+        stages += [stage for stage in read_lock(root / "dvc.lock") if stage not in stages]
     chosen = [stage for stage in stages if name in (None, stage, stage.partition("@")[0])]
     if name is not None and not chosen:
         return [diagnose_run(folder, root, home) for folder in find_runs(home, [name])]
