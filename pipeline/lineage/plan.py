@@ -11,18 +11,16 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property, partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ParamsError, PipelineError
 from pipeline.lineage.causes import FIRST, code_causes, file_causes, param_causes
 from pipeline.lineage.code_hash import code_files
 from pipeline.lineage.history import flat_params
-from pipeline.lineage.overrides import write_overrides
+from pipeline.lineage.plan_params import ParamsReader, is_params, overridden
 from pipeline.tracking.home import home
 
 if TYPE_CHECKING:
-    from dvc.dependency.param import ParamsDependency
     from dvc.output import Output
     from dvc.repo import Repo
     from dvc.stage import PipelineStage
@@ -95,37 +93,15 @@ def read_plan(
         faults_of_dvc(root),
         IN_PROCESS,
         Repo(os.fspath(root), _wait_for_lock=True) as repo,
-        _overridden(repo, root, overrides or {}),
+        overridden(repo, root, overrides or {}),
     ):
         with repo.lock:  # DVC writes dvc.lock in place: without it half of one may be read
             graph = get_active_graph(repo.index.graph)
         chosen = [stage for target in targets for stage in _named(graph, target)]
-        planner = _Planner(root, repo, unsettled)
+        planner = _Planner(root, repo, unsettled, ParamsReader(repo))
         for stage in _in_order(repo, graph, plan_repro(graph, chosen or None)):
             planner.add(stage, list(graph.successors(stage)))
         return list(planner.planned.values())
-
-
-@contextmanager
-def _overridden(repo: "Repo", root: Path, overrides: Mapping[str, Any]) -> Iterator[None]:
-    """Lets `repo` read a changed copy in place of params.yaml, in parameters and in the paths that dvc.yaml makes of them."""
-    if not overrides:
-        yield
-        return
-    from dvc.fs import LocalFileSystem
-
-    path = os.fspath(root / "params.yaml")
-    with TemporaryDirectory() as folder:
-        changed = Path(folder) / "params.yaml"
-        changed.write_text((root / "params.yaml").read_text(encoding="utf-8"), encoding="utf-8")
-        write_overrides(changed, overrides)
-
-        class Overlay(LocalFileSystem):
-            def open(self, name: str, *args: Any, **options: Any) -> Any:
-                return super().open(os.fspath(changed) if os.path.abspath(name) == path else name, *args, **options)
-
-        repo.fs = Overlay(url=repo.root_dir)
-        yield
 
 
 @contextmanager
@@ -174,6 +150,7 @@ class _Planner:
     root: Path
     repo: "Repo"
     unsettled: Collection[str]
+    params: ParamsReader
     planned: dict[str, Planned] = field(default_factory=dict)
     coming: dict[str, str | None] = field(default_factory=dict)
 
@@ -201,8 +178,8 @@ class _Planner:
         if verdict in (Verdict.RUNS, Verdict.MAY_RUN):
             known = self._code if stage.name == "code" else {}
             self.coming |= {out.fs_path: _md5(known[out.def_path]) if out.def_path in known else None for out in stage.outs}
-        params = {key: value for dep in stage.deps if _is_params(dep) for key, value in flat_params(dep.read_params())}
-        inputs = {dep.def_path: self._digest(dep, bool(causes)) for dep in stage.deps if not _is_params(dep)}
+        params = {key: value for dep in stage.deps if is_params(dep) for key, value in flat_params(self.params.read(dep))}
+        inputs = {dep.def_path: self._digest(dep, bool(causes)) for dep in stage.deps if not is_params(dep)}
         self.planned[stage.name] = Planned(stage.name, verdict, causes, parents, recipe, params, inputs)
 
     @cached_property
@@ -230,8 +207,8 @@ class _Planner:
         if stage.cmd_changed:
             yield "command changed"
         for dep in stage.deps:
-            if _is_params(dep):
-                yield from param_causes(dep.hash_info.value if dep.hash_info else {}, dep.read_params())
+            if is_params(dep):
+                yield from param_causes(dep.hash_info.value if dep.hash_info else {}, self.params.read(dep))
             else:
                 yield from self._coming_causes(dep) if dep.fs_path in self.coming else self._file_causes(dep)
         gone: dict[str, list[str]] = {}
@@ -265,7 +242,9 @@ class _Planner:
 
         for dep in stage.deps:
             try:
-                if (digest := self.coming.get(dep.fs_path)) is not None:
+                if is_params(dep):
+                    dep.hash_info = HashInfo("params", self.params.read(dep))
+                elif (digest := self.coming.get(dep.fs_path)) is not None:
                     dep.hash_info, dep.meta = HashInfo("md5", digest), Meta()  # the meta of before has the digest, too
                     dep.get_hash = partial(HashInfo, "md5", digest)  # type: ignore[method-assign]  # the file may be gone
                 else:
@@ -294,12 +273,6 @@ class _Planner:
 def _plainly(change: str) -> str:
     """DVC says `deleted` of everything that is not there; in a new clone it never was."""
     return "missing" if change == "deleted" else change
-
-
-def _is_params(dep: "Output") -> TypeGuard["ParamsDependency"]:
-    from dvc.dependency.param import ParamsDependency
-
-    return isinstance(dep, ParamsDependency)
 
 
 def _recipe(stage: "PipelineStage") -> str:
