@@ -243,7 +243,10 @@ class _Planner:
         for dep in stage.deps:
             try:
                 if is_params(dep):
-                    dep.hash_info = HashInfo("params", self.params.read(dep))
+                    values = self.params.read(dep)
+                    if values.keys() < set(dep.params):
+                        return False
+                    dep.hash_info = HashInfo("params", values)  # type: ignore[arg-type]  # DVC keeps them there
                 elif (digest := self.coming.get(dep.fs_path)) is not None:
                     dep.hash_info, dep.meta = HashInfo("md5", digest), Meta()  # the meta of before has the digest, too
                     dep.get_hash = partial(HashInfo, "md5", digest)  # type: ignore[method-assign]  # the file may be gone
