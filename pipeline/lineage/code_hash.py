@@ -39,6 +39,7 @@ class CodeBase:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._tree_hashes: dict[str, str] = {}
 
     @cached_property
     def paths(self) -> dict[str, Path]:
@@ -97,7 +98,9 @@ class CodeBase:
         return dict(sorted(found.items()))
 
     def _tree_hash(self, name: str) -> str:
-        return syntax_hash(self.trees[name])
+        if name not in self._tree_hashes:  # most modules are of many stages
+            self._tree_hashes[name] = syntax_hash(self.trees[name])
+        return self._tree_hashes[name]
 
     def _imports(self, name: str) -> Iterator[str]:
         package = name if self.paths[name].name == "__init__.py" else name.rpartition(".")[0]
