@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,17 @@ def test_only_finished_runs_of_the_recipe_count(tmp_path: Path) -> None:
     assert len(found.runs) == 2 and {run.params["grpo"]["seed"] for run in found.runs} == {0, 1}
     unfinished = repeats_of(record(tmp_path / ".runs/grpo/key12/1"), tmp_path)
     assert len(unfinished.runs) == 1  # its level is not yet comparable
+
+
+@pytest.mark.slow
+def test_300_repeated_seeds_are_read_in_time(tmp_path: Path) -> None:
+    for seed in range(299):
+        write_run(tmp_path, seed, params={"seed": seed}, metrics=curves(seed, 100, 1.0))
+    write_run(tmp_path, 1000, params={"lr": 2.0}, metrics=curves(1000, 100, 5.0))
+    started = time.process_time()
+    found = compare(tmp_path, tmp_path, ["mlflow7", "mlflow1000"])
+    assert time.process_time() - started < 10
+    assert [len(each.runs) for each in found.repeats if each] == [299, 1] and found.metrics[0].verdicts == ("outside",)
 
 
 # Samples
