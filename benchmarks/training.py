@@ -13,11 +13,11 @@ from benchmarks.models import config_of, make_model, profile, transformers_twin
 from benchmarks.report import Bar, Report
 from benchmarks.setting import Setting, needs
 from benchmarks.supervised import Padded, our_pair_steps, our_steps, positions, transformers_steps
+from pipeline.checkpoint.files import load_model
 from pipeline.data.batches import PairBatches, SupervisedBatches
 from pipeline.data.corpus import corpus_texts
 from pipeline.data.encode import encode_set
 from pipeline.data.prepare import prepare
-from pipeline.checkpoint.files import load_model
 from pipeline.params import load_params
 from pipeline.params.schema import Supervised
 from pipeline.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
