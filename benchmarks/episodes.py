@@ -40,7 +40,8 @@ def episodes(setting: Setting) -> Report:
     prepared = needs("data/prepared/agent", "data@agent")
     prompts = open_prompts(Path(prepared), settings, tokenizer, params.data.max_dropped_frac, setting.say)
     distinct = [task for index in range(prompts.batches_per_epoch) for task in prompts.batch(0, index)]
-    tasks = [distinct[number % len(distinct)] for number in range(NUM_TRAJECTORIES)]
+    groups = -(-NUM_TRAJECTORIES // settings.group_size)
+    tasks = [task for task in distinct[:groups] for _ in range(settings.group_size)][:NUM_TRAJECTORIES]
     encoder = ChatEncoder(tokenizer)
     common: dict[str, Any] = {
         "max_turns": settings.max_turns,
@@ -65,7 +66,8 @@ def episodes(setting: Setting) -> Report:
     rates = interleaved({"ours": at_once, "one at a time": one_by_one}, repeats=setting.repeats, device=setting.torch_device)
     ratio = rates["ours"].median / rates["one at a time"].median
     workload = (
-        f"{NUM_TRAJECTORIES} trajectories of stage agent ({model.config.hidden_size} x {model.config.num_hidden_layers}) of at most "
+        f"{NUM_TRAJECTORIES} trajectories of stage agent in groups of {settings.group_size}, {model.config.hidden_size} x "
+        f"{model.config.num_hidden_layers}, at most "
         f"{settings.max_turns} turns ({sum(turns) / len(turns):.2f} on average), tools called for real, the same text in both."
     )
     rows = [(name, f"{rate.median:.2f}", f"{rate.spread:.0%}") for name, rate in rates.items()]

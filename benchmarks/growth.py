@@ -31,8 +31,8 @@ def growth(setting: Setting) -> Report:
         rows.append((f"model {name} ({num_parameters(config) / 1e6:.1f}M)", *_rates(setting, config, **USUAL)))
     columns = ("changed", "sampled tokens/s", "trained tokens/s", "6 N tokens/s of training, GFLOP/s")
     workload = (
-        f"{USUAL['rows']} rows, {PROMPT} prompt tokens (one prompt per group) and {USUAL['length']} new ones; training reads rows of "
-        "as many tokens and learns all of them; random weights."
+        f"{USUAL['rows']} rows, {PROMPT} prompt tokens (one prompt per group) and {USUAL['length']} new ones; training reads "
+        "rows of as many tokens and learns all of them; random weights."
     )
     return Report("growth", workload, columns, rows)
 

@@ -36,6 +36,6 @@ def transformers_twin(model: CausalLM) -> Any:
     """`Qwen3ForCausalLM` with the same weights on the same device, fp32, with its default attention."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    twin = Qwen3ForCausalLM(Qwen3Config(**qwen3_config(model.config), use_cache=True))
+    twin: Any = Qwen3ForCausalLM(Qwen3Config(**qwen3_config(model.config), use_cache=True))
     twin.load_state_dict(model.state_dict(), strict=True)
     return twin.to(model.lm_head.weight.device).eval()

@@ -43,7 +43,7 @@ class Report:
     title: str
     workload: str
     columns: Sequence[str]
-    rows: list[Sequence[str]]
+    rows: Sequence[Sequence[str]]
     bars: list[Bar] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 

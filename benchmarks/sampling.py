@@ -7,6 +7,7 @@ import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,7 +109,7 @@ def full_batch_share(setting: Setting, config: ModelConfig, rows: int) -> float:
     limit = rows / product_seconds(products, setting.torch_device, setting.dtype)
     shares = []
     for _ in range(setting.repeats + 1):
-        seconds = [timed(lambda work=work: sample_ours(engine, work), setting.torch_device)[1] for work in (short, long)]
+        seconds = [timed(partial(sample_ours, engine, work), setting.torch_device)[1] for work in (short, long)]
         shares.append(64 * rows / (seconds[1] - seconds[0]) / limit)
     return statistics.median(shares[1:])
 
@@ -179,7 +180,8 @@ def plain_forward(
     # a padding query sees itself: a row of nothing but -inf has no softmax
     diagonal = torch.eye(new, all_positions, dtype=torch.bool, device=ids.device).roll(all_positions - new, dims=1)
     visible = (causal & mask[:, None, None, :].bool()) | diagonal
-    for number, block in enumerate(decoder.layers):
+    blocks: list[Any] = list(decoder.layers)
+    for number, block in enumerate(blocks):
         attention = block.self_attn
         normed = block.input_layernorm(x)
         shape = (*ids.shape, -1, attention.head_dim)

@@ -6,7 +6,7 @@ A useful token is a real one that the model reads; padding is none.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -61,7 +61,13 @@ class Padded:
         yield from ()
 
 
-Batches = SupervisedBatches | Padded
+class Batches(Protocol):
+    """What a stage asks of its batches."""
+
+    batches_per_epoch: int
+
+    def batch(self, epoch: int, index: int) -> Batch: ...
+    def in_order(self) -> Iterator[Batch]: ...
 
 
 @dataclass(frozen=True, slots=True)

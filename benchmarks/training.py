@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from benchmarks import with_trl
 from benchmarks.machine import head_product, layer_products, product_seconds, training_products
@@ -61,7 +62,7 @@ def of_file(name: str, source: Path, folder: Path, max_seq_len: int) -> Encoded:
 def supervised(setting: Setting, title: str, size: str, data: Encoded, settings: Supervised, *, per_call: int) -> Report:
     """A stage's steps with its own batches, with two other paddings, and with `transformers`."""
     config = config_of(size)
-    common = {"batch_size": settings.batch_size, "seed": settings.seed, "tokenizer": data.tokenizer}
+    common: dict[str, Any] = {"batch_size": settings.batch_size, "seed": settings.seed, "tokenizer": data.tokenizer}
     ours = SupervisedBatches(data.path, **common)
     to_longest, to_limit = Padded(data.path, **common), Padded(data.path, **common, width=data.max_seq_len)
     twin = transformers_twin(make_model(config, setting.torch_device))
@@ -93,7 +94,7 @@ def supervised(setting: Setting, title: str, size: str, data: Encoded, settings:
         Bar(f"{title}: share of the products' rate", own / ceiling, 0.7 if size == "minimind" else None),
     ]
     workload = (
-        f"{config.hidden_size} x {config.num_hidden_layers}, {settings.batch_size} rows of at most {data.max_seq_len} tokens a step; "
+        f"{config.hidden_size} x {config.num_hidden_layers}, {settings.batch_size} rows of at most {data.max_seq_len} tokens; "
         f"the products of layers and head alone, forwards and backwards, allow {ceiling:,.0f} tokens/s."
     )
     return Report(title, workload, ("", "useful tokens/s", "spread", "useful", "ours is x times as fast"), rows, bars)

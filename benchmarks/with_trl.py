@@ -22,8 +22,8 @@ from pipeline.params.schema import Dpo, Grpo, Optimizer
 from pipeline.text.tokenizer import Tokenizer
 
 TOKENIZER = Path("data/tokenizer")
-os.environ["HF_HUB_OFFLINE"] = TOKENIZER = Path("data/tokenizer")
-os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # all that is needed lies in a folder made here
+TOKENIZER = Path("data/tokenizer")
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}  # all that is needed lies in folders made here
 
 
 def dpo_steps(model: CausalLM, pairs: PairBatches, tokenizer: Tokenizer, settings: Dpo, folder: Path, per_call: int) -> Work:
@@ -56,7 +56,7 @@ def grpo_steps(
     rows = settings.batch_size * settings.group_size
     lengths: list[float] = []
 
-    def rewards(completions: Any, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+    def rewards(completions: Any, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float | None]:
         lengths.extend(float(len(ids)) for ids in completion_ids)
         return [reward(ids) for ids in completion_ids]
 
