@@ -16,7 +16,7 @@ from typing import Annotated
 import torch
 import typer
 
-from benchmarks import episodes, growth, machine, mfu, policy, sampling, startup, training
+from benchmarks import episodes, growth, machine, mfu, policy, recording, sampling, startup, training
 from benchmarks.report import Report, keep, table
 from benchmarks.setting import Setting
 from pipeline.errors import PipelineError
@@ -34,6 +34,7 @@ BENCHMARKS: dict[str, Callable[[Setting], Report]] = {
     "grpo": policy.grpo_against_trl,
     "steps": policy.steps,
     "startup": startup.startup,
+    "recording": recording.recording,
     "mfu": mfu.mfu,
     "growth": growth.growth,
 }
