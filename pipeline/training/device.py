@@ -27,6 +27,7 @@ class Device:
     autocast_dtype: torch.dtype | None
     gradient_checkpointing: bool
     ranks: Ranks = ALONE
+    compile: bool = False
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:
@@ -38,8 +39,9 @@ class Device:
             yield
 
     def prepare(self, model: Model) -> Model:
-        """Moves a model here, with gradient checkpointing as `runtime` wants it."""
+        """Moves a model here, with gradient checkpointing and compilation as `runtime` wants them."""
         model.gradient_checkpointing = self.gradient_checkpointing
+        model.compiled = self.compile
         return model.to(self.device)
 
     def peak_memory_bytes(self) -> int:
@@ -77,7 +79,7 @@ def open_device(runtime: Runtime) -> Device:
         torch.backends.cuda.matmul.allow_tf32 = dtype is not None  # float32 means float32
     if dtype is not None and cuda and not torch.cuda.is_bf16_supported():
         raise ParamsError("runtime.dtype='bfloat16': this GPU has no bfloat16; use 'float32'")
-    return Device(device, dtype, runtime.gradient_checkpointing, ranks)
+    return Device(device, dtype, runtime.gradient_checkpointing, ranks, runtime.compile)
 
 
 def own_gpu(ranks: Ranks) -> torch.device:
