@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed
+from torch import Tensor
 
 from pipeline.errors import ParamsError
 from pipeline.model.transformer import Backbone
@@ -17,6 +18,7 @@ from pipeline.params.schema import Runtime
 from pipeline.training.ranks import ALONE, Ranks, launched_ranks
 
 Model = TypeVar("Model", bound=Backbone)
+MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,12 @@ class Device:
         model.gradient_checkpointing = self.gradient_checkpointing
         model.compiled = self.compile
         return model.to(self.device)
+
+    def upload(self, tensor: MaybeTensor) -> MaybeTensor:
+        """A tensor of the CPU on this device, which is not waited for; None stays None."""
+        if tensor is None or self.device.type != "cuda":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def peak_memory_bytes(self) -> int:
         """Peak device memory on CUDA, peak resident memory of the process on CPU."""
