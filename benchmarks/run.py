@@ -16,7 +16,7 @@ from typing import Annotated
 import torch
 import typer
 
-from benchmarks import episodes, growth, machine, mfu, policy, recording, sampling, startup, training
+from benchmarks import correctness, episodes, growth, machine, mfu, policy, recording, sampling, startup, training
 from benchmarks.report import Report, keep, table
 from benchmarks.setting import Setting
 from pipeline.errors import PipelineError
@@ -25,6 +25,7 @@ from pipeline.training.device import open_device
 
 RESULTS = Path(__file__).parent / "results"
 BENCHMARKS: dict[str, Callable[[Setting], Report]] = {
+    "correctness": correctness.correctness,
     "rollout": sampling.rollout_64m,
     "rollout-micro": sampling.rollout_micro,
     "episodes": episodes.episodes,
