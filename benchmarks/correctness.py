@@ -26,7 +26,7 @@ def correctness(setting: Setting) -> Report:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter *= SHARPNESS
+                parameter.mul_(SHARPNESS)
     work = draw_workload(6, 4, prompt_lengths=(3, 40), new_tokens=(8, 40), vocabulary=model.config.vocab_size)
     same = _share_of_greedy_rows(model, work)
     largest, p_value = _largest_difference(model, work), _p_value(model)

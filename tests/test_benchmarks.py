@@ -56,7 +56,7 @@ def test_every_way_to_sample_makes_the_same_number_of_ids(tokenizer: Tokenizer) 
     counts = [
         sample_ours(open_ours(model, 4), work),
         sample_transformers(transformers_twin(model), work),
-        sample_plainly(model, work),
+        sample_plainly(model, work, CPU),
     ]
     assert counts == [work.num_tokens] * 3
 
