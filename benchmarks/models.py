@@ -21,10 +21,10 @@ def profile(name: str) -> Params:
     return load_params(PROFILES / f"{name}.yaml")
 
 
-def config_of(name: str, **changes: Any) -> ModelConfig:
-    """The model of a profile; `changes` replace fields of its `model` section."""
+def config_of(name: str, *, vocabulary: int = 0, **changes: Any) -> ModelConfig:
+    """The model of a profile, for `vocabulary` ids at least; `changes` replace fields of its `model` section."""
     model = profile(name).model
-    return ModelConfig.from_params(model.model_copy(update=changes), VOCABULARY[name])
+    return ModelConfig.from_params(model.model_copy(update=changes), max(VOCABULARY[name], vocabulary))
 
 
 def make_model(config: ModelConfig, device: torch.device) -> CausalLM:

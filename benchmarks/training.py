@@ -61,7 +61,7 @@ def of_file(name: str, source: Path, folder: Path, max_seq_len: int) -> Encoded:
 
 def supervised(setting: Setting, title: str, size: str, data: Encoded, settings: Supervised, *, per_call: int) -> Report:
     """A stage's steps with its own batches, with two other paddings, and with `transformers`."""
-    config = config_of(size)
+    config = config_of(size, vocabulary=data.tokenizer.vocab_size)
     common: dict[str, Any] = {"batch_size": settings.batch_size, "seed": settings.seed, "tokenizer": data.tokenizer}
     ours = SupervisedBatches(data.path, **common)
     to_longest, to_limit = Padded(data.path, **common), Padded(data.path, **common, width=data.max_seq_len)
