@@ -31,8 +31,8 @@ class Memory:
 class Row:
     """A row that is being generated.
 
-    `limit` is the most ids it may get, `memory` what was read of the prompt before, `noise` a random number per id (set by whoever
-    draws on the host).
+    `limit` is the most ids it may get, `memory` what was read of the prompt before, `noise` a random number per id, where
+    the host deals them out.
     """
 
     prompt: tuple[int, ...]

@@ -42,7 +42,7 @@ class StaticBatch:
         self._logprobs = torch.zeros((slots, capacity + 2), device=device)
         self._noise = torch.zeros((slots, capacity + 1), dtype=torch.float64, device=device)
         self.temperature = torch.ones((), device=device)
-        self._graphs = _Graphs(device) if device.type == "cuda" else None
+        self._repeat = _repeater(device)
 
     @property
     def slots(self) -> int:
@@ -89,15 +89,7 @@ class StaticBatch:
         """
         columns = self._positions[:width, None] + torch.arange(1 + steps, device=self._positions.device)
         columns = columns.clamp(max=self.capacity + 1)
-
-        def step() -> None:
-            self._step(width, visible)
-
-        if self._graphs is None:
-            for _ in range(steps):
-                step()
-        else:
-            self._graphs.run(step, (width, visible), steps)
+        self._repeat(self._step, (width, visible), steps)
         ids, logprobs = self._ids[:width].gather(1, columns), self._logprobs[:width].gather(1, columns)
         copied = torch.stack((ids.double(), logprobs.double())).cpu()  # one copy, and fp64 holds both
         return copied[0].long().tolist(), copied[1].tolist()
@@ -163,10 +155,24 @@ class _StaticCache(KVCache):
         return self._forward
 
 
-class _Graphs:
-    """CUDA graphs of a step, one per shape, captured when a shape first occurs.
+Step = Callable[[int, int], None]
+"""A step of given width and visible positions."""
 
-    They share one memory pool: they run one after the other, and none reads there what another one has left.
+
+def _repeater(device: torch.device) -> Callable[[Step, tuple[int, int], int], None]:
+    """What takes a step of one shape so many times."""
+    return _Graphs(device) if device.type == "cuda" else _repeat
+
+
+def _repeat(step: Step, shape: tuple[int, int], times: int) -> None:
+    for _ in range(times):
+        step(*shape)
+
+
+class _Graphs:
+    """Steps as CUDA graphs, one per shape, captured when a shape first occurs.
+
+    They share one memory pool, for they run one after the other and none reads there what another has left.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -174,23 +180,19 @@ class _Graphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
 
-    def run(self, step: Callable[[], None], shape: tuple[int, int], times: int) -> None:
-        """Takes a step so many times.
-
-        The first steps of a shape are taken without a graph, on the stream of the capture: whatever is set up at a first use
-        (handles, workspaces, plans) may not be set up within one.
-        """
+    def __call__(self, step: Step, shape: tuple[int, int], times: int) -> None:
         if graph := self._graphs.get(shape):
             for _ in range(times):
                 graph.replay()
             return
+        # The first steps of a shape are taken without a graph, on the stream of the capture: what is set up at a first use
+        # (handles, workspaces, plans) may not be set up within one.
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            for _ in range(times):
-                step()
+            _repeat(step, shape, times)
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            step()  # recorded, not taken
+            step(*shape)  # recorded, not taken
         self._graphs[shape] = graph

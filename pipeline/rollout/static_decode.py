@@ -1,19 +1,18 @@
-"""Decoding with static shapes, several ids at a time: on a GPU the host launches one CUDA graph per id and waits once per burst."""
+"""Decoding with static shapes, some ids of all rows at a time: a GPU replays one CUDA graph per id, the host waits per burst."""
 
-import copy
 from collections import deque
 from collections.abc import Collection, Sequence
 
 import torch
-from torch import nn
 
 from pipeline.model.kv_cache import KVBlock
 from pipeline.model.transformer import CausalLM
+from pipeline.rollout.decoding_copy import decoding_copy
 from pipeline.rollout.rows import BLOCK_PADDING, Row, in_blocks, read_prompts, readers, written_by_prefill
 from pipeline.rollout.static_batch import StaticBatch
 
 BURST = 8
-"""Ids per row between two looks of the host: a row that has ended decodes so many less one for nothing."""
+"""Ids per row between two looks of the host; a row that has ended decodes on for nothing until then."""
 VISIBLE_STEP = 128
 """Attention reads a multiple of so many positions: few shapes to capture, little read for nothing."""
 MIN_WIDTH = 8
@@ -75,17 +74,9 @@ class StaticDecoder:
                     del running[slot]
 
     def _present_weights(self) -> CausalLM:
-        """A copy of the model as it is, at the addresses of the copy before.
-
-        Its matrices are in the type that autocast would otherwise cast them to at each step, with the same result.
-        """
+        """A copy of the model as it is now; it stays the same object, with tensors at the same addresses."""
         if self._model is None:
-            with torch.inference_mode(False):
-                self._model = copy.deepcopy(self._source).requires_grad_(False)
-            if self._autocast_dtype is not None:
-                for module in self._model.model.layers.modules():
-                    if isinstance(module, nn.Linear):
-                        module.to(self._autocast_dtype)
+            self._model = decoding_copy(self._source, self._autocast_dtype)
         self._model.load_state_dict(self._source.state_dict())
         return self._model
 
