@@ -33,7 +33,8 @@ from pipeline.rollout.static_decode import StaticDecoder
 from pipeline.rollout.torch_engine import TorchRolloutEngine
 
 YARN = RopeScaling(factor=4.0, original_max_position_embeddings=16, beta_fast=2.0, beta_slow=1.0, attention_factor=1.2)
-WAYS = ["eager", "recorded", pytest.param("cuda", marks=pytest.mark.gpu)]
+GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+WAYS = ["eager", "recorded", pytest.param("cuda", marks=GPU)]
 CLOSE = {"eager": 1e-5, "recorded": 1e-5, "cuda": 1e-4}
 
 
@@ -283,6 +284,19 @@ def test_uninitialised_memory_changes_no_row() -> None:
         torch.use_deterministic_algorithms(False)
 
 
+def test_a_call_with_broken_weights_spoils_no_other() -> None:
+    model = make_model()
+    engine = make_engine(model)
+    options = {"keys": KEYS, "max_new_tokens": 9, "temperature": 0.7}
+    expected = engine.generate(PROMPTS, **options)
+    kept = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        model.lm_head.weight.fill_(torch.nan)
+    assert torch.tensor(engine.generate(PROMPTS, **options)[0].logprobs).isnan().all()
+    model.load_state_dict(kept)
+    assert_same(expected, engine.generate(PROMPTS, **options))
+
+
 def test_the_model_is_left_as_it_was() -> None:
     model = make_model(dropout=0.5)
     model.train()
@@ -367,7 +381,40 @@ def test_nothing_to_sample_and_one_row() -> None:
     assert len(done.ids) == 1
 
 
+def test_a_shape_is_run_then_captured_then_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, Any]] = []
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: mock.Mock(wait_stream=lambda other: told.append(("wait", other))))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: mock.Mock(wait_stream=lambda other: told.append(("rejoin", None))))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: mock.Mock(replay=lambda: told.append(("replay", None))))
+
+    @contextlib.contextmanager
+    def capture(graph: Any, *, pool: Any, stream: Any) -> Iterator[None]:
+        told.append(("capture", pool))
+        yield
+        told.append(("captured", None))
+
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    run = static_batch._repeater(torch.device("cuda"))
+
+    def doings(shape: tuple[int, int], times: int) -> list[str]:
+        told.clear()
+        run(lambda width, visible: told.append(("step", (width, visible))), shape, times)
+        assert {detail for doing, detail in told if doing == "step"} <= {shape}
+        assert {detail for doing, detail in told if doing == "capture"} <= {"pool"}
+        return [doing for doing, _ in told]
+
+    first = ["wait", "step", "step", "rejoin", "capture", "step", "captured"]
+    assert doings((8, 128), 2) == first
+    assert doings((8, 128), 3) == ["replay"] * 3
+    assert doings((4, 128), 2) == first
+    assert doings((8, 256), 2) == first
+    assert doings((4, 128), 1) == doings((8, 128), 1) == ["replay"]
+
+
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_graphs_are_captured_once_per_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model().to("cuda")
     bursts = spy_on_bursts(monkeypatch)

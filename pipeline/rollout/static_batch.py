@@ -18,9 +18,6 @@ class StaticBatch:
     """All that a decoding step reads and writes, allocated once; on a GPU the step is a CUDA graph.
 
     A slot that nobody is in decodes on for nothing: it goes to position S, which nothing attends to, and stays there.
-
-    Attributes:
-        temperature: scalar, divides the logits; filled by whoever samples.
     """
 
     def __init__(self, model: CausalLM, slots: int, capacity: int) -> None:
@@ -41,7 +38,7 @@ class StaticBatch:
         self._ids = torch.zeros((slots, capacity + 2), dtype=torch.int64, device=device)
         self._logprobs = torch.zeros((slots, capacity + 2), device=device)
         self._noise = torch.zeros((slots, capacity + 1), dtype=torch.float64, device=device)
-        self.temperature = torch.ones((), device=device)
+        self._temperature = torch.ones((), device=device)
         self._repeat = _repeater(device)
 
     @property
@@ -53,6 +50,11 @@ class StaticBatch:
     def capacity(self) -> int:
         """S, the most positions of a row."""
         return self._block.capacity
+
+    def begin(self, temperature: float) -> None:
+        """Sets what divides the logits, and forgets keys and values: a NaN among them would reach whoever masks it."""
+        self._temperature.fill_(temperature)
+        self._block.states.zero_()
 
     def join(self, rows: Sequence[Row], slots: Sequence[int], sources: Sequence[int], block: KVBlock, logits: Tensor) -> None:
         """Puts rows into slots and draws their first ids.
@@ -72,7 +74,7 @@ class StaticBatch:
         self._noise[places[:, None], drawn_behind.clamp(max=self.capacity)] = noise
         self._greedy[places] = torch.tensor([row.greedy for row in rows], device=device)
         self._positions[places] = lengths
-        drawn = draw_flagged(logits[shared], self.temperature, noise[:, 0], self._greedy[places])
+        drawn = draw_flagged(logits[shared], self._temperature, noise[:, 0], self._greedy[places])
         self._ids[places, lengths], self._logprobs[places, lengths] = drawn
 
     def burst(self, width: int, visible: int, steps: int) -> tuple[list[list[int]], list[list[float]]]:
@@ -111,7 +113,7 @@ class StaticBatch:
         forward = _StaticForward(self._block.states[:, :, :width], rows, positions, visible)
         hidden = self._model.hidden(self._ids[rows, positions][:, None], cache=_StaticCache(forward))
         logits = self._model.head(hidden[:, 0])
-        ids, logprobs = draw_flagged(logits, self.temperature, self._noise[rows, positions], self._greedy[:width])
+        ids, logprobs = draw_flagged(logits, self._temperature, self._noise[rows, positions], self._greedy[:width])
         positions += 1
         self._ids[rows, positions] = ids
         self._logprobs[rows, positions] = logprobs

@@ -53,8 +53,8 @@ class StaticDecoder:
             return
         model = self._present_weights()
         batch = self._open_batch(model, rows)
-        batch.temperature.fill_(temperature)
-        padding = BLOCK_PADDING[batch.temperature.device.type]
+        batch.begin(temperature)
+        padding = BLOCK_PADDING[model.lm_head.weight.device.type]
         waiting = deque(row for block in in_blocks(rows, self._max_rows, padding) for row in block)
         running: dict[int, Row] = {}  # by slot
         while waiting or running:
