@@ -41,7 +41,8 @@ class TorchRolloutEngine:
             autocast_dtype: Mixed precision of the forward passes; None for the weights' own.
             static: Decode with static shapes, on a GPU as CUDA graphs (`StaticDecoder`, which keeps a copy of the weights), or
                 with shapes that follow the rows (`BlockDecoder`). None takes static shapes where the model lies on a GPU and
-                is dense: which experts a token goes to decides shapes.
+                is dense: which experts a token goes to decides shapes. With static shapes the model keeps the layers it has at the
+                first call; adapters are added or merged before.
         """
         if max_rows < 1:
             raise ValueError(f"max_rows={max_rows}: must be >= 1")
