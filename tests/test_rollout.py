@@ -12,7 +12,6 @@ from torch import Tensor
 from pipeline.model.config import ModelConfig
 from pipeline.model.packing import pack
 from pipeline.model.transformer import CausalLM
-from pipeline.rollout import torch_engine
 from pipeline.rollout.records import Completion, StopReason, Trajectory, Turn, completion_tensors
 from pipeline.rollout.sampling import draw, fold_key, uniforms
 from pipeline.rollout.torch_engine import TorchRolloutEngine
@@ -140,10 +139,10 @@ def test_text_depends_on_prompt_and_key_alone(model: CausalLM, monkeypatch: pyte
     assert_same(together, sample(make_engine(model, max_rows=3)))
     assert_same(together, sample(make_engine(model), PROMPTS[::-1], KEYS[::-1])[::-1])
     assert_same(together, sample(make_engine(model), PROMPTS * 3, KEYS * 3)[7:14])
-    monkeypatch.setattr(torch_engine, "PREFILL_TOKENS", 6)  # prefill in several parts
+    monkeypatch.setattr("pipeline.rollout.rows.PREFILL_TOKENS", 6)  # prefill in several parts
     assert_same(together, sample(make_engine(model)))
     for padding in (0, 10, 1000):  # a block for every length; blocks that are joined when rows have left; one block
-        monkeypatch.setattr(torch_engine, "BLOCK_PADDING", {"cpu": padding})
+        monkeypatch.setattr("pipeline.rollout.block_decode.BLOCK_PADDING", {"cpu": padding})
         assert_same(together, sample(make_engine(model)))
         assert_same(together, sample(make_engine(model, max_rows=4)))
 
@@ -178,9 +177,9 @@ def test_a_next_turn_from_memory_is_the_next_turn_without(use_moe: bool, monkeyp
     prefills = [shape for shape in read if shape[1] > 1]
     assert prefills[0][1] == 11 and len(prefills) == 3 and {shape[1] for shape in prefills[1:]} == {4}
     for rows, prefill in ((64, 7), (3, 100), (1, 1)):
-        monkeypatch.setattr(torch_engine, "PREFILL_TOKENS", prefill)
+        monkeypatch.setattr("pipeline.rollout.rows.PREFILL_TOKENS", prefill)
         for padding in (0, 10, 1000):
-            monkeypatch.setattr(torch_engine, "BLOCK_PADDING", {"cpu": padding})
+            monkeypatch.setattr("pipeline.rollout.block_decode.BLOCK_PADDING", {"cpu": padding})
             for expected, done in zip(fresh, turns(make_engine(model, max_rows=rows), remember=mixed), strict=True):
                 assert_same(expected, done)
 
@@ -195,7 +194,7 @@ def test_flags_per_row_give_what_two_calls_give(use_moe: bool, monkeypatch: pyte
     monkeypatch.setattr(model, "hidden", lambda ids, cache: read.append(tuple(ids.shape)) or hidden(ids, cache=cache))
     flags = [False] * len(PROMPTS) + [True] * len(PROMPTS)
     for padding in (0, 1000):
-        monkeypatch.setattr(torch_engine, "BLOCK_PADDING", {"cpu": padding})
+        monkeypatch.setattr("pipeline.rollout.block_decode.BLOCK_PADDING", {"cpu": padding})
         both = make_engine(model).generate(PROMPTS * 2, keys=KEYS * 2, max_new_tokens=15, temperature=0.7, greedy=flags)
         assert_same([*sampled, *greedy], both)
     assert read[-1][1] == 1
@@ -239,8 +238,8 @@ def test_no_neighbour_no_order_and_no_uninitialised_memory_changes_a_row(
         torch.use_deterministic_algorithms(True)  # fills what `torch.empty` gives with NaN
         assert torch.empty(3).isnan().all()
         for max_rows, prefill, padding in ((64, 2048, 1024), (64, 20, 12), (5, 9, 4), (7, 2048, 0), (64, 2048, 40)):
-            monkeypatch.setattr(torch_engine, "PREFILL_TOKENS", prefill)
-            monkeypatch.setattr(torch_engine, "BLOCK_PADDING", {"cpu": padding})
+            monkeypatch.setattr("pipeline.rollout.rows.PREFILL_TOKENS", prefill)
+            monkeypatch.setattr("pipeline.rollout.block_decode.BLOCK_PADDING", {"cpu": padding})
             together = play_turns(make_engine(model, max_rows=max_rows), prompts, keys, greedy)
             for turn, done in enumerate(together):
                 assert_same([turns[turn][0] for turns in alone], done)
@@ -314,7 +313,7 @@ def test_waiting_rows_join_when_others_have_left(model: CausalLM, monkeypatch: p
     shapes: list[tuple[int, ...]] = []
     hidden = model.hidden
     monkeypatch.setattr(model, "hidden", lambda ids, cache: shapes.append(tuple(ids.shape)) or hidden(ids, cache=cache))
-    monkeypatch.setattr(torch_engine, "BLOCK_PADDING", {"cpu": 0})
+    monkeypatch.setattr("pipeline.rollout.block_decode.BLOCK_PADDING", {"cpu": 0})
     prompts = [[index + 1] * (1 + index) for index in range(5)]
     limits = [9, 2, 4, 3, 2]
     completions = sample(make_engine(model, max_rows=2, stop_ids=[]), prompts, list(range(5)), max_new_tokens=limits)
