@@ -15,6 +15,7 @@ from pipeline.model.transformer import CausalLM
 from pipeline.rollout.records import Completion, StopReason, Trajectory, Turn, completion_tensors
 from pipeline.rollout.sampling import draw, fold_key, uniforms
 from pipeline.rollout.torch_engine import TorchRolloutEngine
+from pipeline.rollout.truncation import Truncation
 from pipeline.text.turns import parse_turn
 
 STOPS, PAD = (2, 9, 17, 22), 0
@@ -281,6 +282,34 @@ def test_stop_marks_and_limits(model: CausalLM) -> None:
             assert completion.ids[-1] not in STOPS and len(completion.ids) == limit
     longer = sample(make_engine(model), prompts, keys, max_new_tokens=20)
     assert all(long.ids[: len(short.ids)] == short.ids for short, long in zip(completions, longer, strict=True))
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_the_end_of_a_row_is_told_once_while_others_go_on(model: CausalLM, static: bool) -> None:
+    told: list[tuple[int, list[int]]] = []
+    limits = [1 + 3 * index for index in range(7)]
+    completions = make_engine(model, max_rows=4, static=static, stop_ids=[]).generate(
+        PROMPTS,
+        keys=KEYS,
+        max_new_tokens=limits,
+        temperature=0.7,
+        finished=lambda number, completion: told.append((number, list(completion.ids))),
+    )
+    assert sorted(told) == [(number, completion.ids) for number, completion in enumerate(completions)]
+    assert [len(ids) for _, ids in told] != sorted(limits, reverse=True) and len(told[-1][1]) > 1
+
+
+def test_truncation_rules_ids_out_and_changes_the_logprobs_alike(model: CausalLM) -> None:
+    greedy = sample(make_engine(model), greedy=True)
+    assert [row.ids for row in sample(make_engine(model, truncation=Truncation(top_k=1)))] == [row.ids for row in greedy]
+    temperature = 0.7
+    for prompt, row in zip(PROMPTS, sample(make_engine(model, truncation=Truncation(3, 0.9, 1.3))), strict=True):
+        for step, (token, logprob) in enumerate(zip(row.ids, row.logprobs, strict=True)):
+            logits = model(torch.tensor([[*prompt, *row.ids[:step]]]))[:, -1] / temperature
+            seen = torch.zeros_like(logits, dtype=torch.bool)
+            seen[0, [*prompt, *row.ids[:step]]] = True
+            expected = Truncation(3, 0.9, 1.3)(logits, seen).log_softmax(dim=-1)[0, token]
+            assert abs(float(expected) - logprob) < 1e-5
 
 
 def test_a_row_may_fill_the_window(model: CausalLM) -> None:

@@ -14,6 +14,7 @@ from pipeline.model.kv_cache import KVBlock, KVCache
 from pipeline.model.transformer import CausalLM
 from pipeline.rollout.rows import BLOCK_PADDING, Row, in_blocks, read_prompts, readers, written_by_prefill
 from pipeline.rollout.sampling import draw, uniforms
+from pipeline.rollout.truncation import Truncation
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +24,14 @@ class BlockDecoder:
     The host knows every length and waits for every id, which costs a CPU nothing.
 
     Attributes:
-        model, stop_ids, pad_id, max_rows: see `TorchRolloutEngine`.
+        model, stop_ids, pad_id, max_rows, truncation: see `TorchRolloutEngine`.
     """
 
     model: CausalLM
     stop_ids: Collection[int]
     pad_id: int
     max_rows: int
+    truncation: Truncation | None = None
 
     def decode(self, rows: Sequence[Row], temperature: float, *, remember: bool) -> None:
         """Fills the completions. Every turn of the loop draws one id for every row that is in the batch."""
@@ -52,7 +54,7 @@ class BlockDecoder:
                 logits.insert(0, self._step(batch, cache))
             batch += joining
             cache.blocks += blocks
-            self._record(batch, *draw(torch.cat(logits), temperature, *noise))
+            self._record(batch, *self._draw(batch, torch.cat(logits), temperature, noise))
             if remember:
                 for index, row in enumerate(batch):
                     if row.finished:
@@ -75,6 +77,16 @@ class BlockDecoder:
         noise = [rows[index].noise[len(rows[index].completion.ids)] for index in sampled]
         uniform = torch.tensor(noise, dtype=torch.float64, device=self._device)
         return uniform, None if len(sampled) == len(rows) else torch.tensor(sampled, device=self._device)
+
+    def _draw(
+        self, rows: Sequence[Row], logits: Tensor, temperature: float, noise: tuple[Tensor | None, Tensor | None]
+    ) -> tuple[Tensor, Tensor]:
+        if self.truncation is None:
+            return draw(logits, temperature, *noise)
+        seen = [(index, token) for index, row in enumerate(rows) for token in (*row.prompt, *row.completion.ids)]
+        places, ids = torch.tensor(seen, device=logits.device).unbind(dim=1)
+        mask = torch.zeros_like(logits, dtype=torch.bool).index_put((places, ids), torch.tensor(True, device=logits.device))
+        return draw(self.truncation(logits / temperature, mask), 1.0, *noise)
 
     def _record(self, rows: Sequence[Row], ids: Tensor, logprobs: Tensor) -> None:
         for row, token, logprob in zip(rows, ids.tolist(), logprobs.tolist(), strict=True):

@@ -3,7 +3,7 @@
 Dimensions: N rows, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,8 +31,8 @@ class Memory:
 class Row:
     """A row that is being generated.
 
-    `limit` is the most ids it may get, `memory` what was read of the prompt before, `noise` a random number per id, where
-    the host deals them out.
+    `limit` is the most ids it may get, `memory` what was read of the prompt before, `announce` what is called with the
+    completion at its end, `noise` a random number per id, where the host deals them out.
     """
 
     prompt: tuple[int, ...]
@@ -40,6 +40,7 @@ class Row:
     limit: int
     greedy: bool
     memory: Memory | None
+    announce: Callable[[Completion], object] | None = None
     completion: Completion = field(default_factory=lambda: Completion([], [], StopReason.LENGTH))
     noise: list[float] = field(default_factory=list)
     finished: bool = False
@@ -81,6 +82,8 @@ class Row:
         if is_stop:
             self.completion.stop = StopReason.EOS
         self.finished = is_stop or not self.missing
+        if self.finished and self.announce is not None:
+            self.announce(self.completion)
 
     def remember(self, states: Tensor) -> None:
         """Keeps a copy of the keys and values of `context` for the next turn."""

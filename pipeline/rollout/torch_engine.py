@@ -1,7 +1,8 @@
 """Sampling from a `CausalLM` in this process: shared prefill, one batch that rows leave and waiting rows join."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -11,6 +12,7 @@ from pipeline.rollout.block_decode import BlockDecoder
 from pipeline.rollout.records import Completion
 from pipeline.rollout.rows import Row
 from pipeline.rollout.static_decode import StaticDecoder
+from pipeline.rollout.truncation import Truncation
 
 
 class TorchRolloutEngine:
@@ -30,6 +32,7 @@ class TorchRolloutEngine:
         max_rows: int,
         autocast_dtype: torch.dtype | None = None,
         static: bool | None = None,
+        truncation: Truncation | None = None,
     ) -> None:
         """Keeps the model.
 
@@ -41,20 +44,22 @@ class TorchRolloutEngine:
             autocast_dtype: Mixed precision of the forward passes; None for the weights' own.
             static: Decode with static shapes, on a GPU as CUDA graphs (`StaticDecoder`, which keeps a copy of the weights), or
                 with shapes that follow the rows (`BlockDecoder`). None takes static shapes where the model lies on a GPU and
-                is dense: which experts a token goes to decides shapes. With static shapes the model keeps the layers it has at the
-                first call; adapters are added or merged before.
+                is dense: which experts a token goes to decides shapes. With static shapes the model keeps the layers it has
+                at the first call; adapters are added or merged before.
+            truncation: For inference, what is ruled out of the distribution; its shapes follow the rows. Logprobs are those of
+                the truncated distribution.
         """
         if max_rows < 1:
             raise ValueError(f"max_rows={max_rows}: must be >= 1")
         self._model = model
         self._autocast_dtype = autocast_dtype
         if static is None:
-            static = self._device.type == "cuda" and not model.config.use_moe
+            static = self._device.type == "cuda" and not model.config.use_moe and truncation is None
         self._decoder: BlockDecoder | StaticDecoder
         if static:
             self._decoder = StaticDecoder(model, frozenset(stop_ids), pad_id, max_rows, autocast_dtype)
         else:
-            self._decoder = BlockDecoder(model, frozenset(stop_ids), pad_id, max_rows)
+            self._decoder = BlockDecoder(model, frozenset(stop_ids), pad_id, max_rows, truncation)
 
     def generate(
         self,
@@ -66,6 +71,7 @@ class TorchRolloutEngine:
         greedy: bool | Sequence[bool] = False,
         previous: Sequence[Completion | None] | None = None,
         remember: bool = False,
+        finished: Callable[[int, Completion], object] | None = None,
     ) -> list[Completion]:
         """See `RolloutEngine.generate`.
 
@@ -85,8 +91,8 @@ class TorchRolloutEngine:
         if temperature <= 0 or min(limits, default=1) < 1 or not all(len(prompt) for prompt in prompts):
             raise ValueError("generate: temperature must be > 0, max_new_tokens >= 1, and no prompt empty")
         rows = [
-            Row(tuple(prompt), key, limit, flag, before.memory if before else None)
-            for prompt, key, limit, flag, before in zip(prompts, keys, limits, greedy, previous, strict=True)
+            Row(tuple(prompt), key, limit, flag, before.memory if before else None, finished and partial(finished, number))
+            for number, (prompt, key, limit, flag, before) in enumerate(zip(prompts, keys, limits, greedy, previous, strict=True))
         ]
         for row in rows:
             if row.memory and (not row.unread or row.prompt[: row.known] != row.memory.context):
