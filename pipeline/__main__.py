@@ -225,17 +225,23 @@ def chat(
     tools: Annotated[bool, typer.Option("--tools", help="offer the six simulated tools")] = False,
     greedy: Annotated[bool, typer.Option("--greedy", help="always the most probable token")] = False,
     temperature: Annotated[float, typer.Option(help="of the sampling", min=0.01)] = 0.8,
+    top_k: Annotated[int, typer.Option(help="sample from the k most probable tokens; 0 for all")] = 0,
+    top_p: Annotated[float, typer.Option(help="sample from the most probable tokens that reach this probability")] = 1.0,
+    repetition_penalty: Annotated[float, typer.Option(help="above 1: tokens that were there before are less likely")] = 1.0,
 ) -> None:
     """Talk to a trained model; questions are lines of the standard input."""
     from pipeline.commands.chat import Conversation, converse
     from pipeline.commands.models import open_model
+    from pipeline.rollout.truncation import Truncation
     from pipeline.text.tokenizer import load_tokenizer
     from pipeline.training.device import open_device
 
+    truncation = Truncation(top_k, top_p, repetition_penalty)
     tokenizer = load_tokenizer(Path("data/tokenizer"))
     device = open_device(load_params().runtime)
     opened = device.prepare(open_model(model, tokenizer))
-    conversation = Conversation(opened, tokenizer, device, temperature, thinking, tools, greedy)
+    restricted = truncation if truncation != Truncation() else None
+    conversation = Conversation(opened, tokenizer, device, temperature, thinking, tools, greedy, restricted)
     if sys.stdin.isatty():
         typer.echo(f"{model}: write a line, end with Ctrl-D")
     for line in converse(conversation, sys.stdin):
