@@ -54,7 +54,7 @@ def plan(
 
     overrides = parse_overrides(set_ or [])
     check_overrides(Path.cwd(), overrides)
-    forecasts = forecast(read_plan(Path.cwd(), targets or (), overrides=overrides), home(Path.cwd()))
+    forecasts = forecast(read_plan(Path.cwd(), targets or (), overrides=overrides), Path.cwd(), home(Path.cwd()))
     for line in [json_of(forecasts)] if as_json else as_text(forecasts):
         typer.echo(line)
 
@@ -156,37 +156,36 @@ Html = Annotated[Path | None, typer.Option("--html", metavar="PAGE", help="write
 
 @app.command()
 def whence(
-    file: Annotated[Path, typer.Argument(help="a checkpoint, or anything else that a stage wrote, under any name")],
+    file: Annotated[Path, typer.Argument(help="a checkpoint, or anything else that a stage wrote or read, under any name")],
     as_json: Annotated[bool, typer.Option("--json", help="everything, for programs")] = False,
     html: Html = None,
 ) -> None:
     """Say where a file came from: stage, commit, parameters, parents up to the corpus, run, evaluation."""
     from pipeline.lineage import whence as command
 
-    origin = command.whence(file, Path.cwd(), home(Path.cwd()) / ".runs")
+    root, runs = Path.cwd(), home(Path.cwd()) / ".runs"
     if html is not None:
         from pipeline.pages.page import write_page
         from pipeline.pages.whence_page import whence_page
 
-        typer.echo(write_page(html, whence_page(origin, Path.cwd())))
+        typer.echo(write_page(html, whence_page(command.whence(file, root, runs), root)))
         return
-    for line in [command.as_json(origin)] if as_json else command.as_text(origin):
+    found = command.trace(file, root, runs)
+    for line in [command.as_json(found)] if as_json else command.as_text(found):
         typer.echo(line)
 
 
 @app.command()
 def doctor(
-    run: Annotated[str | None, typer.Argument(help="a run folder, a stage (its newest run) or the id of an MLflow run")] = None,
+    run: Annotated[str | None, typer.Argument(help="a stage (its newest run), a run folder or the id of an MLflow run")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="everything, for programs")] = False,
 ) -> None:
     """Say what is wrong with a run, or with machine, repository and the newest runs, and how to mend it; 1 if it is a problem."""
     from pipeline.reading import doctor as command
-    from pipeline.tracking.records import find_runs
 
     root, runs = Path.cwd(), home(Path.cwd())
-    folders = find_runs(runs, [run]) if run else command.newest_runs(runs)
     lines = [] if run else list(command.checkup(root, runs))
-    diagnoses = [command.diagnose_run(folder, root, runs) for folder in folders]
+    diagnoses = command.diagnose(root, runs, run)
     for line in [command.as_json(lines, diagnoses)] if as_json else [*lines, *(x for d in diagnoses for x in d.lines())]:
         typer.echo(line)
     raise typer.Exit(int(command.has_problem(lines, diagnoses)))
@@ -226,17 +225,23 @@ def chat(
     tools: Annotated[bool, typer.Option("--tools", help="offer the six simulated tools")] = False,
     greedy: Annotated[bool, typer.Option("--greedy", help="always the most probable token")] = False,
     temperature: Annotated[float, typer.Option(help="of the sampling", min=0.01)] = 0.8,
+    top_k: Annotated[int, typer.Option(help="sample from the k most probable tokens; 0 for all")] = 0,
+    top_p: Annotated[float, typer.Option(help="sample from the most probable tokens that reach this probability")] = 1.0,
+    repetition_penalty: Annotated[float, typer.Option(help="above 1: tokens that were there before are less likely")] = 1.0,
 ) -> None:
     """Talk to a trained model; questions are lines of the standard input."""
     from pipeline.commands.chat import Conversation, converse
     from pipeline.commands.models import open_model
+    from pipeline.rollout.truncation import Truncation
     from pipeline.text.tokenizer import load_tokenizer
     from pipeline.training.device import open_device
 
+    truncation = Truncation(top_k, top_p, repetition_penalty)
     tokenizer = load_tokenizer(Path("data/tokenizer"))
     device = open_device(load_params().runtime)
     opened = device.prepare(open_model(model, tokenizer))
-    conversation = Conversation(opened, tokenizer, device, temperature, thinking, tools, greedy)
+    restricted = truncation if truncation != Truncation() else None
+    conversation = Conversation(opened, tokenizer, device, temperature, thinking, tools, greedy, restricted)
     if sys.stdin.isatty():
         typer.echo(f"{model}: write a line, end with Ctrl-D")
     for line in converse(conversation, sys.stdin):

@@ -174,9 +174,9 @@ UNHASHED_NAMES = {
 
 
 def test_hashed_modules_import_only_listed_names_from_those_that_are_not(root: Path) -> None:
-    unlisted = []
-    for name, tree in CodeBase(root).trees.items():
-        for node in [] if is_execution_only(name) else ast.walk(tree):
+    unlisted, code = [], CodeBase(root)
+    for name in code.paths:
+        for node in [] if is_execution_only(name) else ast.walk(code.tree(name)):
             if isinstance(node, ast.Import):
                 unlisted += [f"{name}: {alias.name}" for alias in node.names if is_execution_only(alias.name)]
             elif isinstance(node, ast.ImportFrom):
@@ -188,10 +188,11 @@ def test_hashed_modules_import_only_listed_names_from_those_that_are_not(root: P
 
 def test_no_import_is_hidden_from_the_closure(root: Path) -> None:
     """Names given as text to import machinery cannot be followed."""
+    code = CodeBase(root)
     hidden = [
         f"{name}:{node.lineno}"
-        for name, tree in CodeBase(root).trees.items()
-        for node in ast.walk(tree)
+        for name in code.paths
+        for node in ast.walk(code.tree(name))
         if isinstance(node, ast.Call)
         and (getattr(node.func, "id", "") in ("__import__", "exec", "eval") or getattr(node.func, "attr", "") == "import_module")
     ]

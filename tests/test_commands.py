@@ -93,7 +93,7 @@ def test_chat_reads_lines(repository: Tokenizer, monkeypatch: pytest.MonkeyPatch
     root = Path(__file__).parents[1]
     for name in ("params.yaml", "data/world.yaml"):
         Path(name).write_bytes((root / name).read_bytes())
-    monkeypatch.setattr(sys, "argv", ["pipeline", "chat", "full_sft", "--tools", "--thinking"])
+    monkeypatch.setattr(sys, "argv", ["pipeline", "chat", "full_sft", "--tools", "--thinking", "--top-p", "0.9"])
     monkeypatch.setattr(sys, "stdin", io.StringIO("red\n"))
     with pytest.raises(SystemExit) as ended:
         command_line.main()

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from pipeline import __main__ as command_line
 from pipeline.__main__ import app
 from pipeline.errors import ParamsError
 from pipeline.evaluation.results import METRICS
+from pipeline.pages.compare_page import compare_page
 from pipeline.reading.compare import as_json, compare
 from pipeline.reading.compare_text import printable
 from pipeline.reading.measured import direction, measure
 from pipeline.reading.noise import repeats_of, spread, verdict
-from pipeline.reading.samples import align
+from pipeline.reading.samples import Parting, align
 from pipeline.reading.sides import find_sides
 from pipeline.reading.wording import verdicts
 from pipeline.tracking.records import Record
@@ -145,6 +147,17 @@ def test_only_finished_runs_of_the_recipe_count(tmp_path: Path) -> None:
     assert len(unfinished.runs) == 1  # its level is not yet comparable
 
 
+@pytest.mark.slow
+def test_300_repeated_seeds_are_read_in_time(tmp_path: Path) -> None:
+    for seed in range(299):
+        write_run(tmp_path, seed, params={"seed": seed}, metrics=curves(seed, 100, 1.0))
+    write_run(tmp_path, 1000, params={"lr": 2.0}, metrics=curves(1000, 100, 5.0))
+    started = time.process_time()
+    found = compare(tmp_path, tmp_path, ["mlflow7", "mlflow1000"])
+    assert time.process_time() - started < 10
+    assert [len(each.runs) for each in found.repeats if each] == [299, 1] and found.metrics[0].verdicts == ("outside",)
+
+
 # Samples
 
 
@@ -155,14 +168,18 @@ def row(step: int, prompt: str, completion: str, **facts: Any) -> dict[str, Any]
 def test_samples_meet_at_prompt_step_and_turn() -> None:
     left = [row(1, "p", "one", reward=1.0), row(1, "p", "two"), row(1, "q", "only left"), row(5, "p", "late")]
     right = [row(1, "p", "once", reward=2.0), row(5, "p", "late"), row(1, "p", "two!"), row(1, "r", "only right")]
-    found = [(each.prompt, [a.text for a in each.answers], each.differs_at) for each in align([left, right])]
-    assert found == [("p", ["one", "once"], 2), ("p", ["two", "two!"], 3), ("p", ["late", "late"], None)]
+    found = [(each.prompt, [a.text for a in each.answers], each.parting) for each in align([left, right])]
+    assert found == [
+        ("p", ["one", "once"], Parting(2)),
+        ("p", ["two", "two!"], Parting(3)),
+        ("p", ["late", "late"], None),
+    ]
     assert [answer.facts for answer in align([left, right])[0].answers] == [{"reward": 1.0}, {"reward": 2.0}]
 
 
 def test_without_a_common_step_the_last_ones_meet() -> None:
     (found,) = align([[row(1, "p", "a"), row(4, "p", "ab")], [row(2, "p", "x"), row(6, "p", "ac")]])
-    assert [(answer.step, answer.text) for answer in found.answers] == [(4, "ab"), (6, "ac")] and found.differs_at == 1
+    assert [(answer.step, answer.text) for answer in found.answers] == [(4, "ab"), (6, "ac")] and found.parting == Parting(1)
 
 
 def test_models_and_tasks_of_an_evaluation_stay_apart() -> None:
@@ -175,7 +192,7 @@ def test_models_and_tasks_of_an_evaluation_stay_apart() -> None:
 
 def test_three_sides_differ_where_the_first_two_do_not() -> None:
     (found,) = align([[row(1, "p", "abc")], [row(1, "p", "abc")], [row(1, "p", "abX")]])
-    assert found.differs_at == 2
+    assert found.parting == Parting(2)
 
 
 def test_lone_surrogates_can_be_written() -> None:
@@ -348,6 +365,16 @@ def test_text_is_plain_and_fits_100_columns(store: Path, names: list[str]) -> No
     printed = CliRunner().invoke(app, ["compare", *names]).stdout
     assert "grpo.lr" in printed and "outside (3)" in printed and "Samples: the same prompt at step" in printed
     assert max(map(len, printed.splitlines())) <= 100 and "\x1b" not in printed
+
+
+def test_zero_has_no_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in (1, 2):
+        write_run(tmp_path, number, metrics=steps("reward/term/repetition", [-0.5, -0.0]))
+    monkeypatch.chdir(tmp_path)
+    printed = CliRunner().invoke(app, ["compare", "mlflow1", "mlflow2"]).stdout
+    assert "0, best 0 @2" in printed and "-0," not in printed and "-0 " not in printed
+    page = compare_page(compare(tmp_path, tmp_path, ["mlflow1", "mlflow2"]))
+    assert '<td class="number">0 @2</td>' in page and "-0 @2" not in page
 
 
 def test_generated_text_cannot_steer_a_terminal() -> None:

@@ -169,6 +169,75 @@ def test_a_killed_and_a_living_run(repository: Path) -> None:
         assert doctor.diagnose_run(folder, repository, repository).state == "is running"
 
 
+def fail(root: Path, stage: str, code: int = 3, *, ago_s: float = 0.0) -> None:
+    """The last attempt at a stage came to no run; what it would read is older by a minute."""
+    for path in [*root.glob("*.yaml"), *root.glob("data/**/*"), *root.glob("metrics/*")]:
+        os.utime(path, (time.time() - 60, time.time() - 60))
+    (root / ".runs" / stage).mkdir(parents=True, exist_ok=True)
+    end = {"code": code, "reason": f"{stage}: told to", "time_s": time.time() - ago_s, "used": {"seconds": 0.5}}
+    write_json(root / ".runs" / stage / "exit.json", end)
+
+
+def test_stages_without_runs_are_told_when_they_failed(
+    repository: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (repository / "data/code").mkdir()
+    for name in ("data", "gate"):
+        (repository / f"data/code/{name}.json").write_text("{}")
+    (repository / "metrics").mkdir()
+    (repository / "metrics/eval.json").write_text("{}")
+    train(repository)
+    fail(repository, "data@lora", 0)
+    fail(repository, "gate", 143)
+    code, said = command(capsys, monkeypatch)
+    assert code == 0 and "data@lora" not in said
+    assert said.splitlines()[-1] == "warn     gate             ended with code 143: gate: told to"
+    fail(repository, "data@lora")
+    code, said = command(capsys, monkeypatch)
+    assert code == 1 and "problem  data@lora        ended with code 3: data@lora: told to\n" in said
+    (repository / "data/world.yaml").touch()
+    code, said = command(capsys, monkeypatch)
+    assert code == 0 and "ended with code 3: data@lora: told to; data/world.yaml was written since\n" in said
+    told = json.loads(command(capsys, monkeypatch, "--json")[1])
+    assert [(run["stage"], run["run"] is None) for run in told["runs"]] == [("grpo", False), ("data@lora", True), ("gate", True)]
+
+
+def test_a_stage_that_failed_before_there_was_a_run_is_told_beside_its_last_one(
+    repository: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(repository, code=4)  # this one has a run: one line
+    assert len(command(capsys, monkeypatch, "grpo")[1].splitlines()) == 1
+    time.sleep(0.02)
+    fail(repository, "grpo", ago_s=-5)
+    code, said = command(capsys, monkeypatch, "grpo")
+    assert code == 1 and [line.split()[3:6] for line in said.splitlines()][1] == ["with", "code", "3:"]
+
+
+def test_every_stage_can_be_asked_for(
+    repository: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail(repository, "data@lora", 0)
+    lock = LOCK.replace("  tokenizer:", "  encode@dpo: {cmd: x}\n  tokenizer:")
+    (repository / "dvc.lock").write_text(lock, encoding="utf-8")
+    for stage, said in {
+        "data@lora": "ok       data@lora        finished",
+        "encode@dpo": "ok       encode@dpo       dvc.lock has its results; no attempt is recorded here",
+        "data@agent": "warn     data@agent       has not run here; `dvc repro data@agent` runs it",
+        "pretrain": "warn     pretrain         has not run here; `dvc repro pretrain` runs it",
+    }.items():
+        assert command(capsys, monkeypatch, stage) == (0, f"{said}\n")
+    _, said = command(capsys, monkeypatch, "data")
+    assert [line.split()[1] for line in said.splitlines()] == [
+        f"data@{name}" for name in ("pretrain", "full_sft", "lora", "dpo", "rlaif", "agent")
+    ]
+    monkeypatch.setattr(sys, "argv", ["pipeline", "doctor", "data@nothing"])
+    with pytest.raises(SystemExit) as ended:
+        command_line.main()
+    assert ended.value.code == 2 and capsys.readouterr().err.startswith("data@nothing: no run folder, no stage")
+    with hold(repository / ".runs/data@lora/lock", wait=False):
+        assert command(capsys, monkeypatch, "data@lora") == (0, "ok       data@lora        is running\n")
+
+
 def test_locks_of_the_living_are_named(repository: Path) -> None:
     folder = train(repository)
     assert (repository / ".runs/grpo/lock").exists() and folder.lock.exists()  # their holder has ended

@@ -3,7 +3,8 @@
 import json
 import random
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from pipeline.rollout.episodes import MALFORMED, read_turn, run_episodes
 from pipeline.rollout.records import Completion, StopReason, Trajectory, completion_tensors
 from pipeline.text.chat import ChatEncoder
 from pipeline.text.tokenizer import CONTROL_TOKENS, Tokenizer, load_tokenizer, train_tokenizer
-from pipeline.tools.registry import call_tool, tool_schema
+from pipeline.tools.registry import ToolResult, call_tool, tool_schema
+from pipeline.tools.toolbox import Toolbox
 
 END = "<|im_end|>"
 NEXT = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -289,3 +291,49 @@ def test_whatever_is_sampled_contexts_only_grow(
             assert limit == min(max_new_tokens, max_total_len - len(prompt))
         ended = trajectory.ids[-1] == tokenizer.eos_id
         assert ended == (trajectory.stop is not StopReason.LENGTH)
+
+
+class SlowTools(Toolbox):
+    """Answers like the preset, but each call waits until as many others wait as are to be answered together."""
+
+    def __init__(self, together: int) -> None:
+        super().__init__()
+        object.__setattr__(self, "gate", threading.Barrier(together, timeout=20))
+
+    def call(self, name: str, arguments: Any, offered: Collection[str] | None = None) -> ToolResult:
+        self.gate.wait()  # type: ignore[attr-defined]
+        return super().call(name, arguments, offered)
+
+
+def test_calls_are_answered_beside_one_another_in_their_places(tokenizer: Tokenizer) -> None:
+    """Three episodes, one of them with two calls and a malformed one: none of four answers comes before all were asked for."""
+    two = f"{MATH}{TIME}<tool_call>\nno JSON\n</tool_call>{END}"
+    texts = [[two, f"a{END}"], [MATH + END, f"b{END}"], [TIME + END, f"c{END}"]]
+    expected, _ = play(tokenizer, texts)
+    found, _ = play(tokenizer, [list(turns) for turns in texts], toolbox=SlowTools(4))
+    assert found == expected
+    assert [len(row.tool_results[0]) for row in found] == [3, 1, 1] and found[0].tool_results[0][2] is MALFORMED
+
+
+def test_an_engine_that_says_when_a_row_is_finished_starts_its_calls_then(tokenizer: Tokenizer) -> None:
+    """The calls of a row that ends early have been asked for before the last row of the turn is complete."""
+    asked = threading.Event()
+
+    class Asked(Toolbox):
+        def call(self, name: str, arguments: Any, offered: Collection[str] | None = None) -> ToolResult:
+            asked.set()
+            return super().call(name, arguments, offered)
+
+    class Announcing(Script):
+        def generate(self, prompts: Any, *, finished: Any = None, **rest: Any) -> list[Completion]:  # type: ignore[override]
+            completions = super().generate(prompts, **rest)
+            finished(0, completions[0])
+            assert asked.wait(20)
+            return completions
+
+    texts = [[MATH + END, f"The answer is 42.{END}"], [f"nothing{END}"]]
+    engine = Announcing(tokenizer, [list(turns) for turns in texts])
+    tasks = [make_task(number) for number in range(2)]
+    limits: dict[str, Any] = {"max_turns": 2, "max_new_tokens": 200, "max_total_len": 1000, "temperature": 0.8}
+    found = run_episodes(engine, ChatEncoder(tokenizer), tokenizer, tasks, keys=[0, 1], toolbox=Asked(), **limits)
+    assert found == play(tokenizer, texts, max_turns=2)[0]

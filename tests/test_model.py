@@ -3,9 +3,11 @@
 import copy
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +16,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from pipeline.checkpoint.files import load_foreign
 from pipeline.errors import ParamsError
+from pipeline.model import transformer
 from pipeline.model.config import ModelConfig, num_parameters
 from pipeline.model.heads import RewardModel, ValueModel
 from pipeline.model.interop import qwen3_config, stack_experts, unstack_experts
@@ -276,6 +280,31 @@ def test_a_position_beyond_the_window_is_one_line():
     assert model(tokens(SMALL, 2, 8)).shape == (2, 8, 61)
     with pytest.raises(ParamsError, match="max_position_embeddings=8: must be >= 9"):
         model(tokens(SMALL, 2, 9))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_layers_give_the_same_gradients(checkpointing):
+    """Layers, lengths and row numbers share compiled code, sampling stays as it is."""
+    torch._dynamo.reset()
+    counted = CompileCounterWithBackend("inductor")
+    with mock.patch.object(
+        transformer, "_compiled_layer", lambda: torch.compile(transformer._run_layer, backend=counted, dynamic=True)
+    ):
+        for rows, length in ((3, 11), (5, 17), (2, 8)):
+            ids = tokens(SMALL, rows, length)
+            gradients = []
+            for compiled in (False, True):
+                model = make(SMALL).train()
+                model.compiled, model.gradient_checkpointing = compiled, checkpointing
+                nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+                gradients.append([parameter.grad for parameter in model.parameters()])
+                with torch.no_grad():
+                    model(ids)
+            for plain, fused in zip(*gradients, strict=True):
+                torch.testing.assert_close(fused, plain, **CLOSE)
+    assert 1 <= counted.frame_count <= 3
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])

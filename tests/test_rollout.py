@@ -12,10 +12,10 @@ from torch import Tensor
 from pipeline.model.config import ModelConfig
 from pipeline.model.packing import pack
 from pipeline.model.transformer import CausalLM
-from pipeline.rollout import torch_engine
 from pipeline.rollout.records import Completion, StopReason, Trajectory, Turn, completion_tensors
 from pipeline.rollout.sampling import draw, fold_key, uniforms
 from pipeline.rollout.torch_engine import TorchRolloutEngine
+from pipeline.rollout.truncation import Truncation
 from pipeline.text.turns import parse_turn
 
 STOPS, PAD = (2, 9, 17, 22), 0
@@ -140,10 +140,10 @@ def test_text_depends_on_prompt_and_key_alone(model: CausalLM, monkeypatch: pyte
     assert_same(together, sample(make_engine(model, max_rows=3)))
     assert_same(together, sample(make_engine(model), PROMPTS[::-1], KEYS[::-1])[::-1])
     assert_same(together, sample(make_engine(model), PROMPTS * 3, KEYS * 3)[7:14])
-    monkeypatch.setattr(torch_engine, "PREFILL_TOKENS", 6)  # prefill in several parts
+    monkeypatch.setattr("pipeline.rollout.rows.PREFILL_TOKENS", 6)  # prefill in several parts
     assert_same(together, sample(make_engine(model)))
     for padding in (0, 10, 1000):  # a block for every length; blocks that are joined when rows have left; one block
-        monkeypatch.setattr(torch_engine, "BLOCK_PADDING", {"cpu": padding})
+        monkeypatch.setattr("pipeline.rollout.block_decode.BLOCK_PADDING", {"cpu": padding})
         assert_same(together, sample(make_engine(model)))
         assert_same(together, sample(make_engine(model, max_rows=4)))
 
@@ -178,9 +178,9 @@ def test_a_next_turn_from_memory_is_the_next_turn_without(use_moe: bool, monkeyp
     prefills = [shape for shape in read if shape[1] > 1]
     assert prefills[0][1] == 11 and len(prefills) == 3 and {shape[1] for shape in prefills[1:]} == {4}
     for rows, prefill in ((64, 7), (3, 100), (1, 1)):
-        monkeypatch.setattr(torch_engine, "PREFILL_TOKENS", prefill)
+        monkeypatch.setattr("pipeline.rollout.rows.PREFILL_TOKENS", prefill)
         for padding in (0, 10, 1000):
-            monkeypatch.setattr(torch_engine, "BLOCK_PADDING", {"cpu": padding})
+            monkeypatch.setattr("pipeline.rollout.block_decode.BLOCK_PADDING", {"cpu": padding})
             for expected, done in zip(fresh, turns(make_engine(model, max_rows=rows), remember=mixed), strict=True):
                 assert_same(expected, done)
 
@@ -195,7 +195,7 @@ def test_flags_per_row_give_what_two_calls_give(use_moe: bool, monkeypatch: pyte
     monkeypatch.setattr(model, "hidden", lambda ids, cache: read.append(tuple(ids.shape)) or hidden(ids, cache=cache))
     flags = [False] * len(PROMPTS) + [True] * len(PROMPTS)
     for padding in (0, 1000):
-        monkeypatch.setattr(torch_engine, "BLOCK_PADDING", {"cpu": padding})
+        monkeypatch.setattr("pipeline.rollout.block_decode.BLOCK_PADDING", {"cpu": padding})
         both = make_engine(model).generate(PROMPTS * 2, keys=KEYS * 2, max_new_tokens=15, temperature=0.7, greedy=flags)
         assert_same([*sampled, *greedy], both)
     assert read[-1][1] == 1
@@ -239,8 +239,8 @@ def test_no_neighbour_no_order_and_no_uninitialised_memory_changes_a_row(
         torch.use_deterministic_algorithms(True)  # fills what `torch.empty` gives with NaN
         assert torch.empty(3).isnan().all()
         for max_rows, prefill, padding in ((64, 2048, 1024), (64, 20, 12), (5, 9, 4), (7, 2048, 0), (64, 2048, 40)):
-            monkeypatch.setattr(torch_engine, "PREFILL_TOKENS", prefill)
-            monkeypatch.setattr(torch_engine, "BLOCK_PADDING", {"cpu": padding})
+            monkeypatch.setattr("pipeline.rollout.rows.PREFILL_TOKENS", prefill)
+            monkeypatch.setattr("pipeline.rollout.block_decode.BLOCK_PADDING", {"cpu": padding})
             together = play_turns(make_engine(model, max_rows=max_rows), prompts, keys, greedy)
             for turn, done in enumerate(together):
                 assert_same([turns[turn][0] for turns in alone], done)
@@ -284,6 +284,34 @@ def test_stop_marks_and_limits(model: CausalLM) -> None:
     assert all(long.ids[: len(short.ids)] == short.ids for short, long in zip(completions, longer, strict=True))
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_the_end_of_a_row_is_told_once_while_others_go_on(model: CausalLM, static: bool) -> None:
+    told: list[tuple[int, list[int]]] = []
+    limits = [1 + 3 * index for index in range(7)]
+    completions = make_engine(model, max_rows=4, static=static, stop_ids=[]).generate(
+        PROMPTS,
+        keys=KEYS,
+        max_new_tokens=limits,
+        temperature=0.7,
+        finished=lambda number, completion: told.append((number, list(completion.ids))),
+    )
+    assert sorted(told) == [(number, completion.ids) for number, completion in enumerate(completions)]
+    assert [len(ids) for _, ids in told] != sorted(limits, reverse=True) and len(told[-1][1]) > 1
+
+
+def test_truncation_rules_ids_out_and_changes_the_logprobs_alike(model: CausalLM) -> None:
+    greedy = sample(make_engine(model), greedy=True)
+    assert [row.ids for row in sample(make_engine(model, truncation=Truncation(top_k=1)))] == [row.ids for row in greedy]
+    temperature = 0.7
+    for prompt, row in zip(PROMPTS, sample(make_engine(model, truncation=Truncation(3, 0.9, 1.3))), strict=True):
+        for step, (token, logprob) in enumerate(zip(row.ids, row.logprobs, strict=True)):
+            logits = model(torch.tensor([[*prompt, *row.ids[:step]]]))[:, -1] / temperature
+            seen = torch.zeros_like(logits, dtype=torch.bool)
+            seen[0, [*prompt, *row.ids[:step]]] = True
+            expected = Truncation(3, 0.9, 1.3)(logits, seen).log_softmax(dim=-1)[0, token]
+            assert abs(float(expected) - logprob) < 1e-5
+
+
 def test_a_row_may_fill_the_window(model: CausalLM) -> None:
     # the first row fills the window of 64 with its one id while the others go on
     prompts = [[4] * 63, *[[3, index] for index in range(9)]]
@@ -314,7 +342,7 @@ def test_waiting_rows_join_when_others_have_left(model: CausalLM, monkeypatch: p
     shapes: list[tuple[int, ...]] = []
     hidden = model.hidden
     monkeypatch.setattr(model, "hidden", lambda ids, cache: shapes.append(tuple(ids.shape)) or hidden(ids, cache=cache))
-    monkeypatch.setattr(torch_engine, "BLOCK_PADDING", {"cpu": 0})
+    monkeypatch.setattr("pipeline.rollout.block_decode.BLOCK_PADDING", {"cpu": 0})
     prompts = [[index + 1] * (1 + index) for index in range(5)]
     limits = [9, 2, 4, 3, 2]
     completions = sample(make_engine(model, max_rows=2, stop_ids=[]), prompts, list(range(5)), max_new_tokens=limits)

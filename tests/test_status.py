@@ -1,9 +1,17 @@
 """The lineage at a glance and what it cost, as the terminal shows them."""
 
-import pytest
+import json
+import os
+from pathlib import Path
+from typing import Any
 
+import pytest
+from recorded_runs import write_run
+
+from pipeline.digests import digest
+from pipeline.lineage.plan import Planned, Verdict
 from pipeline.reading.cost import Bill, Cost, as_text
-from pipeline.reading.status import State, print_status
+from pipeline.reading.status import State, print_status, status
 
 
 def test_a_long_reason_leaves_the_names_of_the_stages_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -18,6 +26,91 @@ def test_a_long_reason_leaves_the_names_of_the_stages_alone(capsys: pytest.Captu
     for row, stage in zip(rows, chain, strict=True):
         assert row.lstrip(" └─").startswith(f"{stage} ") and "behind one that runs" in row and "84 min" in row
         assert "val/loss 0.7593" in row and row.rstrip().endswith("…")
+
+
+# What a failed attempt says of a stage that is to run
+
+
+def leave_exit(home: Path, stage: str, code: int, *, time_s: float, seconds: float) -> None:
+    end = {"code": code, "reason": f"{stage}: exit {code}", "time_s": time_s, "used": {"seconds": seconds}}
+    (home / ".runs" / stage).mkdir(parents=True, exist_ok=True)
+    (home / ".runs" / stage / "exit.json").write_text(json.dumps(end))
+
+
+def fail(home: Path, number: int, code: int | None, **run: Any) -> None:
+    """A run of grpo from 1000 * number on; after 60 s it fails, and the process a moment later."""
+    write_run(home, number, code=code, **run)
+    if code is not None:
+        leave_exit(home, "grpo", code, time_s=1000.0 * number + 60.5, seconds=63.0)
+
+
+def state(root: Path, lr: float = 1e-4, *, verdict: Verdict = Verdict.RUNS, read: str | None = "a" * 32) -> tuple[str, str]:
+    params = {"grpo.lr": lr, "grpo.seed": 42}
+    planned = Planned("grpo", verdict, ["grpo.lr 1 → 2"], [], None, params, {"data/in": read})
+    (found,) = status([planned], root, root)
+    return found.state, found.note
+
+
+@pytest.mark.parametrize(
+    ("code", "expected", "words"),
+    [
+        (3, "failed", "the last attempt failed (exit 3)"),
+        (143, "stopped", "the last attempt was stopped (exit 143)"),
+        (None, "stopped", "the last attempt was killed"),
+    ],
+)
+def test_a_failure_counts_for_what_the_stage_would_do_now(tmp_path: Path, code: int | None, expected: str, words: str) -> None:
+    reason = f"grpo: exit {code}" if code else "was killed; the same command goes on from its last save"
+    fail(tmp_path, 1, code)
+    assert state(tmp_path) == (expected, reason)
+    older = ("out of date", f"grpo.lr 1 → 2; {words} with older settings")
+    assert state(tmp_path, lr=2e-4) == state(tmp_path, read="b" * 32) == older
+    assert state(tmp_path, read=None) == ("out of date", f"grpo.lr 1 → 2; {words}")
+    assert state(tmp_path, verdict=Verdict.MAY_RUN) == ("behind one that runs", f"grpo.lr 1 → 2; {words}")
+    assert state(tmp_path, verdict=Verdict.UP_TO_DATE) == ("up to date", "grpo.lr 1 → 2")
+
+
+def test_a_whole_number_in_params_yaml_is_the_same_rate(tmp_path: Path) -> None:
+    fail(tmp_path, 1, 3, params={"lr": 1.0})
+    assert state(tmp_path, lr=1)[0] == "failed"
+
+
+def test_the_last_attempt_counts_whatever_other_runs_there_are(tmp_path: Path) -> None:
+    fail(tmp_path, 1, 3)
+    fail(tmp_path, 2, 4, params={"lr": 2e-4})
+    assert state(tmp_path) == ("out of date", "grpo.lr 1 → 2; the last attempt failed (exit 4) with older settings")
+    fail(tmp_path, 3, None)  # killed since: what exit.json has is of the one before
+    assert state(tmp_path)[0] == "stopped"
+    fail(tmp_path, 4, 0)  # finished, and its outputs are gone
+    assert state(tmp_path) == ("out of date", "grpo.lr 1 → 2")
+
+
+@pytest.fixture
+def gated(tmp_path: Path) -> Planned:
+    """`gate`, which keeps no runs, has failed after its inputs were written."""
+    for name in ("params.yaml", "metrics/eval.json", "data/code/gate.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+        os.utime(tmp_path / name, (1000, 1000))
+    leave_exit(tmp_path, "gate", 7, time_s=1010.0, seconds=5.0)
+    code = digest(tmp_path / "data/code/gate.json")
+    return Planned(
+        "gate", Verdict.RUNS, ["why"], [], None, {"eval.gate": ["x"]}, {"data/code/gate.json": code, "metrics/eval.json": "e"}
+    )
+
+
+def test_a_stage_without_runs_failed_unless_something_was_written_since(tmp_path: Path, gated: Planned) -> None:
+    def said() -> tuple[str, str]:
+        (found,) = status([gated], tmp_path, tmp_path)
+        return found.state, found.note
+
+    assert said() == ("failed", "gate: exit 7")
+    for name in ("params.yaml", "metrics/eval.json"):
+        os.utime(tmp_path / name, (1006, 1006))  # after it began
+        assert said() == ("out of date", f"why; the last attempt failed (exit 7) before {name} was written")
+        os.utime(tmp_path / name, (1000, 1000))
+    (tmp_path / "data/code/gate.json").write_text('{"stages.gate": "what code wrote for another version"}')
+    assert said() == ("out of date", "why; the last attempt failed (exit 7) with older code")
 
 
 def cost(stage: str, seconds: float | None, *, skipped: bool = False) -> Cost:

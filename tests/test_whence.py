@@ -13,17 +13,25 @@ from typer.testing import CliRunner
 from pipeline.__main__ import app
 from pipeline.digests import digest
 from pipeline.errors import DataError
-from pipeline.lineage.whence import Origin, as_json, as_text, whence
+from pipeline.lineage.whence import Origin, Source, as_json, as_text, trace, whence
 
 STAGES = """
 stages:
+  code:
+    cmd: mkdir -p data/code; echo '{}' > data/code/left.json
+    deps: [corpus.txt]
+    outs: [data/code/left.json]
+  tokens:
+    cmd: mkdir tokens; cp corpus.txt tokens/a.txt; tr a-z A-Z < corpus.txt > tokens/B.txt
+    deps: [corpus.txt]
+    outs: [tokens]
   base:
     cmd: (echo base; cat corpus.txt) > base.bin
     deps: [corpus.txt]
     outs: [base.bin]
   left:
     cmd: (cat base.bin; grep lr params.yaml) > left.bin
-    deps: [base.bin]
+    deps: [base.bin, data/code/left.json]
     params: [left]
     outs: [left.bin]
   eval:
@@ -52,7 +60,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(root, sys.executable, "-m", "dvc", "init", "-q")
     (root / "dvc.yaml").write_text(STAGES)
     (root / "corpus.txt").write_text("corpus\n")
-    (root / ".gitignore").write_text("/*.bin\n/kept*\n/.runs\n")
+    (root / ".gitignore").write_text("/*.bin\n/kept*\n/.runs\n/tokens\n/data\n")
     for number in (1, 2, 3):
         repro(root, f"{number}e-4")
         shutil.copy(root / "left.bin", root / f"kept{number}.pth")
@@ -105,9 +113,45 @@ def test_what_no_lock_names_is_foreign(project: Path) -> None:
         origin(project, "absent.pth")
 
 
-def test_a_source_is_foreign_too(project: Path) -> None:
-    with pytest.raises(DataError, match="no version of dvc.lock, here or in a commit, names these bytes as"):
+def test_a_source_is_told_with_those_that_read_it(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(project / "corpus.txt", project / "kept.txt")
+    found = trace(project / "kept.txt", project, project / ".runs")
+    assert isinstance(found, Source) and (found.path, found.in_workspace) == ("corpus.txt", True)
+    assert found.digest == digest(project / "corpus.txt") and len(found.commits) == 1
+    assert sorted(found.readers) == ["base", "code", "tokens"] and found.behind == ["left", "eval"]
+    with pytest.raises(DataError, match=r"a source, which stages read \(.*base.*\) and none wrote"):
         origin(project, "corpus.txt")
+    monkeypatch.chdir(project)
+    lines = CliRunner().invoke(app, ["whence", "kept.txt"]).stdout.splitlines()
+    assert lines[0] == f"kept.txt is corpus.txt, a source, which no stage wrote (md5 {found.digest})"
+    assert lines[1].startswith("dvc.lock    the workspace, commit ") and lines[-1] == "leads to    left, eval"
+    told = json.loads(CliRunner().invoke(app, ["whence", "kept.txt", "--json"]).stdout)
+    assert told["kind"] == "source" and told["readers"] == found.readers and told["behind"] == ["left", "eval"]
+
+
+def test_a_file_of_a_folder_that_a_stage_wrote_is_found(project: Path) -> None:
+    shutil.copy(project / "tokens/B.txt", project / "kept.B")
+    found = origin(project, "kept.B")
+    assert (found.path, found.digest, found.steps[-1].stage) == ("tokens/B.txt", digest(project / "kept.B"), "tokens")
+    assert found.steps[-1].outs == {"tokens": digest(project / "tokens")} and found.in_workspace
+    assert origin(project, "tokens").path == "tokens"
+    copied = trace(project / "tokens/a.txt", project, project / ".runs")
+    assert isinstance(copied, Source) and copied.path == "corpus.txt"  # where its bytes come from
+
+
+def test_hashes_of_code_are_outputs_too(project: Path) -> None:
+    found = origin(project, "data/code/left.json")
+    assert [step.stage for step in found.steps] == ["code"] and found.sources == {"corpus.txt": digest(project / "corpus.txt")}
+    assert [step.stage for step in origin(project, "left.bin").steps] == ["base", "left"]  # which the commit says better
+
+
+def test_an_edited_file_is_told_from_a_foreign_one(project: Path, tmp_path: Path) -> None:
+    shutil.copy(project / "dvc.lock", tmp_path / "dvc.lock")
+    for name, said in (("corpus.txt", "read"), ("left.bin", "wrote")):
+        (tmp_path / name).write_text("edited")
+        recorded = digest(project / name)
+        with pytest.raises(DataError, match=f"changed since stage .* {said} it, which dvc.lock has with md5 {recorded}"):
+            origin(tmp_path, name)
 
 
 def test_outside_git_the_workspace_is_all(project: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pipeline.data.prompts import PromptTask
 from pipeline.model.transformer import CausalLM
 from pipeline.rollout.episodes import run_episodes
+from pipeline.rollout.truncation import Truncation
 from pipeline.text.chat import ChatEncoder, Message
 from pipeline.text.tokenizer import Tokenizer
 from pipeline.tools.registry import TOOL_NAMES, tool_schema
@@ -25,6 +26,7 @@ class Conversation:
         thinking: whether the model is asked to think before it answers.
         tools: whether it is offered the six simulated tools.
         greedy: always the most probable token; otherwise sampled at `temperature`.
+        truncation: what is ruled out of the distribution; None for nothing.
     """
 
     model: CausalLM
@@ -34,6 +36,7 @@ class Conversation:
     thinking: bool = False
     tools: bool = False
     greedy: bool = False
+    truncation: Truncation | None = None
     messages: list[Message] = field(default_factory=list)
 
     def ask(self, question: str) -> Iterator[str]:
@@ -49,7 +52,7 @@ class Conversation:
                 return
             del self.messages[:2]  # the oldest question and its answer
         (trajectory,) = run_episodes(
-            open_engine(self.model, self.tokenizer, self.device, max_rows=1),
+            open_engine(self.model, self.tokenizer, self.device, max_rows=1, truncation=self.truncation),
             encoder,
             self.tokenizer,
             [PromptTask(0, prompt_ids, self.thinking, self.messages, offered, [])],

@@ -84,9 +84,8 @@ def code_causes(root: Path, before: str, after: Mapping[str, str]) -> Iterator[s
         before: digest of the old `data/code/<stage>.json`, which DVC's cache may have.
         after: hash by module, the new one.
     """
-    cached = cache_folder(root) / "files" / "md5" / before[:2] / before[2:]
     try:
-        old: dict[str, str] = json.loads(cached.read_text(encoding="utf-8"))
+        old: dict[str, str] = json.loads(cached_file(root, before).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         yield "code changed"
         return
@@ -108,6 +107,11 @@ def cache_folder(root: Path) -> Path:
     except Error:  # DVC itself will complain
         return root / ".dvc/cache"
     return (root / ".dvc" / config.get("cache", "dir", fallback="cache")).resolve()
+
+
+def cached_file(root: Path, digest: str) -> Path:
+    """Where DVC's cache has these bytes, if it has them; of a folder its listing."""
+    return cache_folder(root) / "files" / "md5" / digest[:2] / digest[2:]
 
 
 def _changed_names(root: Path, module: str, old_hash: str) -> list[str]:

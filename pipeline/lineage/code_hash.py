@@ -8,7 +8,7 @@ import ast
 import hashlib
 import json
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOTS = ("pipeline", "stages")
@@ -39,7 +39,9 @@ class CodeBase:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._hashes: dict[str, str] = {}  # by module: most are part of many stages
+        self.tree = cache(self._parse)  # most modules are of many stages
+        self._imports = cache(self._read_imports)
+        self._tree_hash = cache(self._hash_tree)
 
     @cached_property
     def paths(self) -> dict[str, Path]:
@@ -50,16 +52,6 @@ class CodeBase:
                 parts = path.relative_to(self.root).with_suffix("").parts
                 found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
         return found
-
-    @cached_property
-    def trees(self) -> dict[str, ast.Module]:
-        """Module name -> syntax tree."""
-        return {name: ast.parse(path.read_bytes(), str(path)) for name, path in self.paths.items()}
-
-    @cached_property
-    def imports(self) -> dict[str, set[str]]:
-        """Module name -> the modules of this code base that it imports, inside functions too."""
-        return {name: set(self._imports(name)) for name in self.paths}
 
     @cached_property
     def data_files(self) -> dict[str, list[Path]]:
@@ -84,7 +76,7 @@ class CodeBase:
             if name in reached or is_execution_only(name):
                 continue
             reached.add(name)
-            waiting += self.imports[name]
+            waiting += self._imports(name)
             waiting += [package for package in _packages(name) if package in self.paths]
         return reached
 
@@ -97,14 +89,20 @@ class CodeBase:
                 found[path.relative_to(self.root).as_posix()] = hashlib.sha256(path.read_bytes()).hexdigest()
         return dict(sorted(found.items()))
 
-    def _tree_hash(self, name: str) -> str:
-        if name not in self._hashes:
-            self._hashes[name] = syntax_hash(self.trees[name])
-        return self._hashes[name]
+    def _parse(self, name: str) -> ast.Module:
+        """The syntax tree of a module."""
+        return ast.parse(self.paths[name].read_bytes(), str(self.paths[name]))
 
-    def _imports(self, name: str) -> Iterator[str]:
+    def _hash_tree(self, name: str) -> str:
+        return syntax_hash(self.tree(name))
+
+    def _read_imports(self, name: str) -> set[str]:
+        """The modules of this code base that a module imports, inside functions too."""
+        return set(self._imported(name))
+
+    def _imported(self, name: str) -> Iterator[str]:
         package = name if self.paths[name].name == "__init__.py" else name.rpartition(".")[0]
-        for node in _executed(self.trees[name]):
+        for node in _executed(self.tree(name)):
             if isinstance(node, ast.Import):
                 targets = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):

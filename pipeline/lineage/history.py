@@ -5,7 +5,7 @@ wrote it, and from there, through what that stage read, everything before it.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,12 +32,14 @@ class Made:
         params: its parameters by full key.
         deps: digest by path of the data that it read.
         outs: digest by path of what it wrote.
+        sizes: bytes by path of what it read.
     """
 
     stage: str
     params: dict[str, Any]
     deps: dict[str, str]
     outs: dict[str, str]
+    sizes: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,21 @@ class Lock:
                 return made, path
         raise KeyError(digest)
 
+    def readers(self, digest: str) -> list[Made]:
+        """The stages that read this digest."""
+        return [made for made in self.stages.values() if digest in made.deps.values()]
+
+    def behind(self, stages: Iterable[Made]) -> list[Made]:
+        """Every stage that reads what `stages` wrote, or what a stage behind them wrote."""
+        found: dict[str, Made] = {}
+        waiting = list(stages)
+        while waiting:
+            outs = waiting.pop().outs.items()
+            new = [made for made in self.stages.values() if made.stage not in found and outs & made.deps.items()]
+            found |= {made.stage: made for made in new}
+            waiting += new
+        return [made for made in self.stages.values() if made.stage in found]
+
     def ancestry(self, made: Made) -> list[Made]:
         """`made` and every stage before it, parents first; versions of an input that this lock does not have are left out."""
         ordered: dict[str, Made] = {}
@@ -83,7 +100,7 @@ class Lock:
         return dict(sorted(read - self._makers.keys()))
 
 
-def locks_with(root: Path, digest: str) -> Iterator[Lock]:
+def locks_with(root: Path, digest: str, *, read: bool = False) -> Iterator[Lock]:
     """The versions of dvc.lock in which a stage wrote a digest: the workspace's, then the commits that brought it, newest first.
 
     Branches, tags and DVC's experiments count. Outside git there is the workspace's alone.
@@ -91,19 +108,20 @@ def locks_with(root: Path, digest: str) -> Iterator[Lock]:
     Args:
         root: the repository.
         digest: as in dvc.lock; a folder's ends in `.dir`.
+        read: those in which a stage read it instead.
     """
     if (root / LOCK).is_file() and digest in (root / LOCK).read_text(encoding="utf-8"):
-        yield from _if_written(Lock(None, None, _stages(read_yaml(root / LOCK))), digest)
+        yield from _if_named(Lock(None, None, _stages(read_yaml(root / LOCK))), digest, read)
     # -S: the commits in which the number of occurrences changes, so those that bring a digest and those that drop it.
     for line in git(root, "log", "--all", "--format=%H %cI", f"-S{digest}", "--", LOCK).splitlines():
         commit, _, time = line.partition(" ")
         text = git(root, "show", f"{commit}:./{LOCK}")
         if digest in text:
-            yield from _if_written(Lock(commit, time, _stages(YAML(typ="safe", pure=True).load(text))), digest)
+            yield from _if_named(Lock(commit, time, _stages(YAML(typ="safe", pure=True).load(text))), digest, read)
 
 
-def _if_written(lock: Lock, digest: str) -> Iterator[Lock]:
-    if any(digest in made.outs.values() for made in lock.stages.values()):
+def _if_named(lock: Lock, digest: str, read: bool) -> Iterator[Lock]:
+    if any(digest in (made.deps if read else made.outs).values() for made in lock.stages.values()):
         yield lock
 
 
@@ -144,14 +162,15 @@ def file_at(root: Path, commit: str | None, path: str) -> str | None:
 
 
 def _stages(lock: Any) -> dict[str, Made]:
-    return {name: _made(name, entry) for name, entry in lock["stages"].items() if name != "code"}
+    return {name: _made(name, entry) for name, entry in (lock or {}).get("stages", {}).items()}
 
 
 def _made(name: str, entry: dict[str, Any]) -> Made:
     params = {key: value for keys in entry.get("params", {}).values() for key, value in keys.items()}
     deps, outs = ({each["path"]: each["md5"] for each in entry.get(kind, [])} for kind in ("deps", "outs"))
     data = {path: md5 for path, md5 in deps.items() if not path.startswith(CODE) and path != PLACEHOLDER}
-    return Made(name, dict(flat_params(params)), data, outs)
+    sizes = {each["path"]: each["size"] for each in entry.get("deps", []) if "size" in each}
+    return Made(name, dict(flat_params(params)), data, outs, sizes)
 
 
 def flat_params(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

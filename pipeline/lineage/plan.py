@@ -11,20 +11,20 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property, partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ParamsError, PipelineError
 from pipeline.lineage.causes import FIRST, code_causes, file_causes, param_causes
 from pipeline.lineage.code_hash import code_files
-from pipeline.lineage.overrides import write_overrides
+from pipeline.lineage.history import flat_params
+from pipeline.lineage.plan_params import ParamsReader, is_params, overridden
 from pipeline.tracking.home import home
 
 if TYPE_CHECKING:
-    from dvc.dependency.param import ParamsDependency
     from dvc.output import Output
     from dvc.repo import Repo
     from dvc.stage import PipelineStage
+    from networkx import DiGraph
 
 
 IN_PROCESS = threading.Lock()
@@ -53,6 +53,8 @@ class Planned:
         causes: what changed, such as `grpo.lr 1e-4 → 2e-4`; for `MAY_RUN` what it waits for.
         parents: the stages whose outputs it reads.
         recipe: a digest of its command, parameters and inputs where these are known and it runs: equal ones give the same result.
+        params: its parameters by full key.
+        inputs: digest by path of what it reads; None where a stage before it decides, or there is no such file.
     """
 
     stage: str
@@ -60,12 +62,16 @@ class Planned:
     causes: list[str]
     parents: list[str]
     recipe: str | None = None
+    params: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Mapping[str, str | None] = field(default_factory=dict)
 
 
 def read_plan(
     root: Path, targets: Sequence[str] = (), *, unsettled: Collection[str] = (), overrides: Mapping[str, Any] | None = None
 ) -> list[Planned]:
-    """The targets (all stages when left out) and everything before them, parents first, from the files as they are now.
+    """The targets (all stages when left out) and everything before them, from the files as they are now.
+
+    Parents come first, and otherwise stages in the order of dvc.yaml.
 
     What `code` is going to write is known before it runs, and so is what the run cache restores: the stages behind are judged
     by that.
@@ -92,32 +98,10 @@ def read_plan(
         with repo.lock:  # DVC writes dvc.lock in place: without it half of one may be read
             graph = get_active_graph(repo.index.graph)
         chosen = [stage for target in targets for stage in _named(graph, target)]
-        planner = _Planner(root, repo, unsettled)
-        for stage in plan_repro(graph, chosen or None):
+        planner = _Planner(root, repo, unsettled, ParamsReader(repo))
+        for stage in _in_order(repo, graph, plan_repro(graph, chosen or None)):
             planner.add(stage, list(graph.successors(stage)))
         return list(planner.planned.values())
-
-
-@contextmanager
-def overridden(repo: "Repo", root: Path, overrides: Mapping[str, Any]) -> Iterator[None]:
-    """Lets `repo` read a changed copy in place of params.yaml, in parameters and in the paths that dvc.yaml makes of them."""
-    if not overrides:
-        yield
-        return
-    from dvc.fs import LocalFileSystem
-
-    path = os.fspath(root / "params.yaml")
-    with TemporaryDirectory() as folder:
-        changed = Path(folder) / "params.yaml"
-        changed.write_text((root / "params.yaml").read_text(encoding="utf-8"), encoding="utf-8")
-        write_overrides(changed, overrides)
-
-        class Overlay(LocalFileSystem):
-            def open(self, name: str, *args: Any, **options: Any) -> Any:
-                return super().open(os.fspath(changed) if os.path.abspath(name) == path else name, *args, **options)
-
-        repo.fs = Overlay(url=repo.root_dir)
-        yield
 
 
 @contextmanager
@@ -134,6 +118,15 @@ def faults_of_dvc(root: Path) -> Iterator[None]:
     except DvcException as error:
         mend = "; `git checkout dvc.lock` brings the committed one back, DVC's cache what was made since"
         raise PipelineError(f"{root}: {' '.join(str(error).split())}{mend if 'dvc.lock' in str(error) else ''}") from None
+
+
+def _in_order(repo: "Repo", graph: "DiGraph", stages: Iterable["PipelineStage"]) -> Iterator["PipelineStage"]:
+    """Parents first, else as dvc.yaml has them: DVC's own order of independent stages changes with Python's hash seed."""
+    import networkx
+
+    place = {stage.addressing: index for index, stage in enumerate(repo.index.stages)}
+    chosen = graph.subgraph(stages).reverse(copy=False)  # DVC's edges point to what a stage reads
+    yield from networkx.lexicographical_topological_sort(chosen, key=lambda stage: place[stage.addressing])
 
 
 def _named(stages: Iterable["PipelineStage"], target: str) -> list["PipelineStage"]:
@@ -157,6 +150,7 @@ class _Planner:
     root: Path
     repo: "Repo"
     unsettled: Collection[str]
+    params: ParamsReader
     planned: dict[str, Planned] = field(default_factory=dict)
     coming: dict[str, str | None] = field(default_factory=dict)
 
@@ -184,12 +178,21 @@ class _Planner:
         if verdict in (Verdict.RUNS, Verdict.MAY_RUN):
             known = self._code if stage.name == "code" else {}
             self.coming |= {out.fs_path: _md5(known[out.def_path]) if out.def_path in known else None for out in stage.outs}
-        self.planned[stage.name] = Planned(stage.name, verdict, causes, parents, recipe)
+        params = {key: value for dep in stage.deps if is_params(dep) for key, value in flat_params(self.params.read(dep))}
+        inputs = {dep.def_path: self._digest(dep, bool(causes)) for dep in stage.deps if not is_params(dep)}
+        self.planned[stage.name] = Planned(stage.name, verdict, causes, parents, recipe, params, inputs)
 
     @cached_property
     def _code(self) -> dict[str, str]:
         """Text by path of what stage `code` writes for the code as it is."""
         return {f"data/code/{name}": text for name, text in code_files(self.root).items()}
+
+    def _digest(self, dep: "Output", changed: bool) -> str | None:
+        """Of an input as it will be read: as a stage before it leaves it, else, where its stage `changed`, as it lies there."""
+        if dep.fs_path in self.coming:
+            return self.coming[dep.fs_path]
+        digest: str | None = dep.hash_info.value if not changed else dep.get_hash().value if dep.exists else None
+        return digest
 
     def _reads(self, stage: "PipelineStage", before: Sequence["PipelineStage"], name: str) -> bool:
         """Whether the stage reads something of a parent that nobody knows yet."""
@@ -198,24 +201,20 @@ class _Planner:
 
     def _causes(self, stage: "PipelineStage") -> Iterator[str]:
         """What differs from dvc.lock, what nobody knows yet left out."""
-        from dvc.dependency.param import ParamsDependency
-
         if not any(entry.hash_info for entry in [*stage.deps, *stage.outs]):
             yield FIRST
             return
         if stage.cmd_changed:
             yield "command changed"
         for dep in stage.deps:
-            if isinstance(dep, ParamsDependency):
-                yield from _param_causes(dep)
-            elif dep.fs_path in self.coming:
-                yield from self._coming_causes(dep)
+            if is_params(dep):
+                yield from param_causes(dep.hash_info.value if dep.hash_info else {}, self.params.read(dep))
             else:
-                yield from self._file_causes(dep)
+                yield from self._coming_causes(dep) if dep.fs_path in self.coming else self._file_causes(dep)
         gone: dict[str, list[str]] = {}
         for out in stage.outs:
             for path, change in out.status().items():
-                gone.setdefault(change, []).append(path)
+                gone.setdefault(_plainly(change), []).append(path)
         for change, paths in gone.items():
             yield f"{paths[0]} {change}" + (f", and {len(paths) - 1} more" if len(paths) > 1 else "")
 
@@ -233,7 +232,7 @@ class _Planner:
             if change == "modified" and dep.hash_info.value:
                 yield from file_causes(self.root, home(self.root), path, dep.hash_info.value)
             else:
-                yield f"{path} {change}"
+                yield f"{path} {_plainly(change)}"
 
     def _settle_inputs(self, stage: "PipelineStage") -> bool:
         """Gives the stage the digests of the inputs that it is going to read; False where one is missing."""
@@ -243,7 +242,12 @@ class _Planner:
 
         for dep in stage.deps:
             try:
-                if (digest := self.coming.get(dep.fs_path)) is not None:
+                if is_params(dep):
+                    values = self.params.read(dep)
+                    if values.keys() < set(dep.params):
+                        return False
+                    dep.hash_info = HashInfo("params", values)  # type: ignore[arg-type]  # DVC keeps them there
+                elif (digest := self.coming.get(dep.fs_path)) is not None:
                     dep.hash_info, dep.meta = HashInfo("md5", digest), Meta()  # the meta of before has the digest, too
                     dep.get_hash = partial(HashInfo, "md5", digest)  # type: ignore[method-assign]  # the file may be gone
                 else:
@@ -269,9 +273,9 @@ class _Planner:
         return entry if found.outs_cached() else None
 
 
-def _param_causes(dep: "ParamsDependency") -> Iterator[str]:
-    before = dep.hash_info.value if dep.hash_info else {}
-    yield from param_causes(before, dep.read_params())
+def _plainly(change: str) -> str:
+    """DVC says `deleted` of everything that is not there; in a new clone it never was."""
+    return "missing" if change == "deleted" else change
 
 
 def _recipe(stage: "PipelineStage") -> str:

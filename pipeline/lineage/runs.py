@@ -4,8 +4,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.lineage.history import LOCK, Lock, Made, commits_with_lock, entry_in, experiment_commit, file_at, lock_at
-from pipeline.tracking.description import flatten, input_digests
+from pipeline.lineage.history import (
+    LOCK,
+    Lock,
+    Made,
+    commits_with_lock,
+    entry_in,
+    experiment_commit,
+    file_at,
+    flat_params,
+    lock_at,
+)
+from pipeline.tracking.description import input_digests
 from pipeline.tracking.run_folder import RunFolder, read_json
 
 
@@ -61,6 +71,15 @@ def _commits(root: Path, about: Mapping[str, Any]) -> Iterator[str | None]:
 
 
 def _made_this(about: Mapping[str, Any], made: Made) -> bool:
-    """Whether the run had these parameters and inputs; one whose run.json cannot be read had none."""
-    read = {path: about.get("tags", {}).get(f"dvc.{path}") for path in made.deps}
-    return read == made.deps and flatten(about.get("params", {})) == {key: str(value) for key, value in made.params.items()}
+    """Whether the run had these parameters and inputs, whatever its code was; one whose run.json cannot be read had none."""
+    read = {path: inputs_of(about).get(path) for path in made.deps}
+    return read == made.deps and params_of(about) == made.params
+
+
+def params_of(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters of a run by full key.
+
+    Args:
+        about: its run.json.
+    """
+    return dict(flat_params(about.get("params", {})))

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.lineage.git import output_of
-from pipeline.lineage.plan import IN_PROCESS, faults_of_dvc, overridden
+from pipeline.lineage.plan import IN_PROCESS, faults_of_dvc
+from pipeline.lineage.plan_params import overridden
 
 if TYPE_CHECKING:
     from dvc.repo import Repo

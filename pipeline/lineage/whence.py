@@ -1,4 +1,7 @@
-"""Where a file came from: stage, commit, parameters, parents up to the corpus, run and evaluation, found by its bytes alone."""
+"""Where a file came from: stage, commit, parameters, parents up to the corpus, run and evaluation, found by its bytes alone.
+
+What no stage wrote may be what stages read: a source.
+"""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -8,7 +11,8 @@ from typing import Any
 
 from pipeline.digests import digest
 from pipeline.errors import DataError
-from pipeline.lineage.history import Lock, Made, file_at, locks_with
+from pipeline.lineage.causes import cache_folder
+from pipeline.lineage.history import LOCK, Lock, Made, file_at, lock_at, locks_with
 from pipeline.lineage.runs import run_that_made
 from pipeline.tracking.run_folder import read_json
 
@@ -73,11 +77,30 @@ class Origin:
     evaluation: Mapping[str, float]
 
 
-def whence(file: Path, root: Path, runs: Path) -> Origin:
-    """Finds the stage that wrote these bytes, whatever the file is called and wherever it lies now.
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What stages read and none wrote: where a lineage begins.
+
+    Attributes:
+        file, digest, path, in_workspace, commits: as in `Origin`, `path` being where stages read it.
+        readers: the stages that read it, as the newest of these lock files has them.
+        behind: the stages that read what those made, and so on.
+    """
+
+    file: str
+    digest: str
+    path: str
+    in_workspace: bool
+    commits: list[dict[str, str]]
+    readers: list[str]
+    behind: list[str]
+
+
+def trace(file: Path, root: Path, runs: Path) -> Origin | Source:
+    """What a file or folder is to the lineage, whatever it is called and wherever it lies now.
 
     Args:
-        file: a file or folder.
+        file: a file or folder; one in a folder that a stage wrote counts, too.
         root: the repository whose lock files are searched.
         runs: the folder of run folders.
 
@@ -87,23 +110,81 @@ def whence(file: Path, root: Path, runs: Path) -> Origin:
     if not file.exists():
         raise DataError(f"{file}: no such file")
     known = digest(file)
-    found = list(locks_with(root, known))
-    if not found:
-        raise DataError(
-            f"{file} (md5 {known}): no version of dvc.lock, here or in a commit, names these bytes as a stage's; they come from "
-            "elsewhere, were changed since, or their dvc.lock was never committed"
-        )
+    if found := list(locks_with(root, known)):
+        return _origin(file, known, found, *found[0].find(known), root, runs)
+    if found := list(locks_with(root, known, read=True)):
+        return _source(file, known, found)
+    for folder, name in _folders_with(root, known):
+        if found := list(locks_with(root, folder)):
+            made, path = found[0].find(folder)
+            return _origin(file, known, found, made, f"{path}/{name}", root, runs)
+    raise DataError(f"{file} (md5 {known}): {_foreign(file, root)}")
+
+
+def whence(file: Path, root: Path, runs: Path) -> Origin:
+    """Finds the stage that wrote these bytes; arguments and errors of `trace`.
+
+    Raises:
+        DataError: no stage wrote them, also when stages read them.
+    """
+    found = trace(file, root, runs)
+    if isinstance(found, Source):
+        raise DataError(f"{file} (md5 {found.digest}): a source, which stages read ({', '.join(found.readers)}) and none wrote")
+    return found
+
+
+def _origin(file: Path, known: str, found: list[Lock], made: Made, path: str, root: Path, runs: Path) -> Origin:
     lock = found[0]
-    made, path = lock.find(known)
     return Origin(
         file=str(file),
         digest=known,
         path=path,
         in_workspace=lock.commit is None,
-        commits=[{"commit": each.commit, "time": each.time or ""} for each in found if each.commit],
+        commits=_commits(found),
         steps=[Step(step.stage, step.params, step.deps, step.outs, _run_of(step, root, runs)) for step in lock.ancestry(made)],
         sources=lock.sources(made),
         evaluation=evaluation_of(root, lock, made),
+    )
+
+
+def _source(file: Path, known: str, found: list[Lock]) -> Source:
+    lock = found[0]
+    readers = lock.readers(known)
+    path = next(path for path, md5 in readers[0].deps.items() if md5 == known)
+    names = [made.stage for made in readers]
+    behind = [made.stage for made in lock.behind(readers) if made.stage not in names]
+    return Source(str(file), known, path, lock.commit is None, _commits(found), names, behind)
+
+
+def _commits(found: list[Lock]) -> list[dict[str, str]]:
+    return [{"commit": each.commit, "time": each.time or ""} for each in found if each.commit]
+
+
+def _folders_with(root: Path, known: str) -> Iterator[tuple[str, str]]:
+    """Digest of every folder in DVC's cache that has a file with these bytes, and where in it, those of the workspace first."""
+    lock = file_at(root, None, LOCK) or ""
+    listings = sorted((cache_folder(root) / "files" / "md5").glob("*/*.dir"), key=lambda each: _digest_of(each) not in lock)
+    for listing in listings:
+        for entry in json.loads(listing.read_text(encoding="utf-8")):
+            if entry["md5"] == known:
+                yield _digest_of(listing), entry["relpath"]
+
+
+def _digest_of(cached: Path) -> str:
+    return cached.parent.name + cached.name
+
+
+def _foreign(file: Path, root: Path) -> str:
+    """Why no lock file may name a file's bytes."""
+    lock, resolved = lock_at(root, None), file.resolve()
+    path = resolved.relative_to(root.resolve()).as_posix() if resolved.is_relative_to(root.resolve()) else ""
+    for made in lock.stages.values() if lock is not None else ():
+        if recorded := (made.outs | made.deps).get(path):
+            what = "wrote" if path in made.outs else "read"
+            return f"changed since stage {made.stage} {what} it, which dvc.lock has with md5 {recorded}"
+    return (
+        "no version of dvc.lock, here or in a commit, names these bytes; they come from elsewhere, were changed since, or their "
+        "dvc.lock was never committed"
     )
 
 
@@ -133,19 +214,29 @@ def evaluation_of(root: Path, lock: Lock, made: Made) -> dict[str, float]:
     return dict(json.loads(text).get(made.stage, {}))
 
 
-def as_json(origin: Origin) -> str:
-    """The whole origin as strict JSON."""
-    return json.dumps(asdict(origin), ensure_ascii=False, allow_nan=False, indent=2)
+def as_json(found: Origin | Source) -> str:
+    """All of it as strict JSON; `kind` is `output` or `source`."""
+    kind = {"kind": "source" if isinstance(found, Source) else "output"}
+    return json.dumps(kind | asdict(found), ensure_ascii=False, allow_nan=False, indent=2)
 
 
-def as_text(origin: Origin) -> Iterator[str]:
-    """The origin as lines to read, each fact once."""
-    made = origin.steps[-1]
-    yield f"{origin.file} is {origin.path}, written by stage {made.stage} (md5 {origin.digest})"
-    places = (["the workspace"] if origin.in_workspace else []) + [
-        f"commit {each['commit'][:7]} of {each['time'][:10]}" for each in origin.commits
+def as_text(found: Origin | Source) -> Iterator[str]:
+    """Lines to read, each fact once."""
+    what = "a source, which no stage wrote" if isinstance(found, Source) else f"written by stage {found.steps[-1].stage}"
+    yield f"{found.file} is {found.path}, {what} (md5 {found.digest})"
+    places = (["the workspace"] if found.in_workspace else []) + [
+        f"commit {each['commit'][:7]} of {each['time'][:10]}" for each in found.commits
     ]
     yield f"dvc.lock    {', '.join(places)}"
+    if isinstance(found, Source):
+        yield f"read by     {', '.join(found.readers)}"
+        yield from [f"leads to    {', '.join(found.behind)}"] if found.behind else []
+    else:
+        yield from _making(found)
+
+
+def _making(origin: Origin) -> Iterator[str]:
+    made = origin.steps[-1]
     if made.run is not None:
         at = f"MLflow run {made.run.mlflow} in {made.run.tracking_uri}" if made.run.mlflow else "no MLflow run"
         yield f"run         {made.run.name}, {made.run.seconds:.0f} s, {made.run.folder}, {at}"
@@ -165,4 +256,4 @@ def _headline(evaluation: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     for name, value in evaluation.items():
         if not name.endswith(BOUNDS):
             low, high = evaluation.get(f"{name}_low"), evaluation.get(f"{name}_high")
-            yield name, f"{value:.3f}" + (f" [{low:.3f}, {high:.3f}]" if low is not None and high is not None else "")
+            yield name, f"{value:z.3f}" + (f" [{low:z.3f}, {high:z.3f}]" if low is not None and high is not None else "")

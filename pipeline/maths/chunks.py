@@ -23,13 +23,19 @@ def over_wanted(
     no more than one chunk of logits lives at once.
 
     Args:
+        hidden: [..., W].
+        labels: [...], on the device of `hidden`, or on the CPU: then nothing has to wait for the device.
         chunk: positions per call; as many as make `KEPT_LOGITS` logits when left out.
 
     Returns:
-        The results in order, and the mask of wanted positions. At least one call, on nothing if need be: it keeps the graph.
+        The results in order, and the mask of wanted positions on the device of `hidden`. At least one call, on nothing if need
+        be: it keeps the graph.
     """
     wanted = labels != IGNORED_LABEL
-    chosen_hidden, chosen_labels = hidden[wanted], labels[wanted]
+    places = wanted.flatten().nonzero()[:, 0]
+    chosen_labels = labels.flatten().index_select(0, places).to(hidden.device, non_blocking=True)
+    chosen_hidden = hidden.flatten(0, -2).index_select(0, places.to(hidden.device, non_blocking=True))
+    wanted = wanted.to(hidden.device, non_blocking=True)
     size = chunk or max(1, KEPT_LOGITS // len(head_weight))
     if len(chosen_labels) <= size:
         return [function(chosen_hidden, head_weight, chosen_labels, *args)], wanted

@@ -26,7 +26,7 @@ def token_logprobs(
     Args:
         hidden: `[..., D]`, after the final norm.
         head_weight: `[V, D]`.
-        labels: `[...]`, `-100` where nothing is wanted.
+        labels: `[...]`, `-100` where nothing is wanted; on the device of `hidden` or on the CPU, see `over_wanted`.
         temperature: > 0.
         entropy_grad: whether entropies carry a gradient, for a bonus on them.
         chunk: positions per matrix product; `chunks.KEPT_LOGITS` logits' worth when left out.

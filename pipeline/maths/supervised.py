@@ -18,7 +18,7 @@ def cross_entropy_sum(hidden: Tensor, head_weight: Tensor, labels: Tensor, *, ch
     Args:
         hidden: `[..., D]`, after the final norm.
         head_weight: `[V, D]`.
-        labels: `[...]`, `-100` where nothing is trained.
+        labels: `[...]`, `-100` where nothing is trained; on the device of `hidden` or on the CPU, see `over_wanted`.
         chunk: positions per matrix product; `chunks.KEPT_LOGITS` logits' worth when left out.
 
     Returns:

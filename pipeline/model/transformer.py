@@ -4,6 +4,8 @@ Shapes and parameter names are those of Qwen3 (arXiv:2505.09388), so weights mov
 Dimensions: B sequences, T positions, V vocabulary, W width, H query heads, K key/value heads, D head width.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -140,17 +142,34 @@ class Block(nn.Module):
         return x + self.dropout(update).to(x.dtype), stats
 
 
+Layer = Callable[..., tuple[Tensor, RouterStats | None]]
+
+
+def _run_layer(block: Block, *args: Any) -> tuple[Tensor, RouterStats | None]:
+    """`block(*args)`; compiled, it is one graph for all layers of a model, whose weights are its inputs."""
+    output: tuple[Tensor, RouterStats | None] = block(*args)
+    return output
+
+
+@functools.cache
+def _compiled_layer() -> Layer:
+    return torch.compile(_run_layer, dynamic=True)
+
+
 class Decoder(nn.Module):
     """Embedding, layers and final norm: everything but a head.
 
     Attributes:
         gradient_checkpointing: recompute each layer in the backward pass instead of keeping its activations.
+        compiled: run the layers through `torch.compile` where padded rows are trained; what samples, packed rows and mixtures
+            change shape too often to gain from it.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.gradient_checkpointing = False
+        self.compiled = False
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -179,10 +198,12 @@ class Decoder(nn.Module):
         rotation = self.rotation(positions)
         x = self.embed_tokens(input_ids)
         self.router_stats = []
+        plain = cache is None and packing is None and not self.config.use_moe
+        layer: Layer = _compiled_layer() if self.compiled and plain and torch.is_grad_enabled() else _run_layer
         for block in self.layers:
-            args = (x, visible, rotation, opened, packing)
+            args = (block, x, visible, rotation, opened, packing)
             recompute = self.gradient_checkpointing and torch.is_grad_enabled()
-            x, stats = checkpoint(block, *args, use_reentrant=False) if recompute else block(*args)
+            x, stats = checkpoint(layer, *args, use_reentrant=False) if recompute else layer(*args)
             if stats is not None:
                 self.router_stats.append(stats)
         return self.norm(x)
@@ -246,6 +267,15 @@ class Backbone(nn.Module):
     @gradient_checkpointing.setter
     def gradient_checkpointing(self, enabled: bool) -> None:
         self.model.gradient_checkpointing = enabled
+
+    @property
+    def compiled(self) -> bool:
+        """Whether layers run through `torch.compile` where that pays."""
+        return self.model.compiled
+
+    @compiled.setter
+    def compiled(self, enabled: bool) -> None:
+        self.model.compiled = enabled
 
 
 class CausalLM(Backbone):

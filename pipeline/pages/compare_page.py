@@ -9,8 +9,8 @@ from pipeline.pages.page import render
 from pipeline.reading.compare import Comparison, Interval, Judged, Metric
 from pipeline.reading.measured import Measured
 from pipeline.reading.noise import Spread
-from pipeline.reading.samples import Aligned
-from pipeline.reading.wording import facts, overlaps, progress, shown, verdicts
+from pipeline.reading.samples import Aligned, Parting
+from pipeline.reading.wording import facts, overlaps, parting, progress, shown, verdicts
 from pipeline.tracking.records import Record
 
 MAX_STEPS = 6
@@ -63,7 +63,7 @@ def _judged(row: Judged) -> dict[str, Any]:
     low, high = min(value.low for value in known), max(value.high for value in known)
     return {
         "key": row.key,
-        "shown": [f"{value.value:.3f} [{value.low:.3f}, {value.high:.3f}]" if value else "-" for value in row.values],
+        "shown": [f"{value.value:z.3f} [{value.low:z.3f}, {value.high:z.3f}]" if value else "-" for value in row.values],
         "verdicts": overlaps(row),
         "strip": [_bar(value, index, low, high - low or 1.0) if value else None for index, value in enumerate(row.values)],
     }
@@ -83,12 +83,12 @@ def measured(value: Measured | None) -> tuple[str, str]:
     """Last and best value, each with its step."""
     if value is None:
         return "-", "-"
-    best = "" if value.best is None else f"{value.best:.4g} @{value.best_step}"
-    return f"{value.last:.4g} @{value.last_step}", best
+    best = "" if value.best is None else f"{value.best:z.4g} @{value.best_step}"
+    return f"{value.last:z.4g} @{value.last_step}", best
 
 
 def _spread(spread: Spread | None) -> str:
-    return "" if spread is None else f"{spread.mean:.4g} ± {spread.std:.2g}"
+    return "" if spread is None else f"{spread.mean:z.4g} ± {spread.std:.2g}"
 
 
 def _samples(samples: Sequence[Aligned]) -> Mapping[int, list[dict[str, Any]]]:
@@ -101,13 +101,21 @@ def _samples(samples: Sequence[Aligned]) -> Mapping[int, list[dict[str, Any]]]:
 
 def _sample(sample: Aligned) -> dict[str, Any]:
     answers = []
-    for answer in sample.answers:
-        at = len(answer.text) if sample.differs_at is None else sample.differs_at
-        mark = "" if sample.differs_at is None else answer.text[at : at + 1].replace("\n", "⏎\n") or ENDS
-        answers.append(
-            {"step": answer.step, "facts": facts(answer), "same": answer.text[:at], "mark": mark, "rest": answer.text[at + 1 :]}
-        )
-    return {"subject": f"{sample.subject}: " if sample.subject else "", "prompt": sample.prompt, "answers": answers}
+    for index, answer in enumerate(sample.answers):
+        same, mark, rest = _cut(answer.text, sample.parting, index)
+        answers.append({"step": answer.step, "facts": facts(answer), "same": same, "mark": mark, "rest": rest})
+    subject = f"{sample.subject}: " if sample.subject else ""
+    return {"subject": subject, "prompt": sample.prompt, "parting": parting(sample), "answers": answers}
+
+
+def _cut(text: str, parting: Parting | None, index: int) -> tuple[str, str, str]:
+    """What answers have in common, the first difference (a token where it is known, else a character), and what follows."""
+    if parting is None:
+        return text, "", ""
+    token = parting.texts[index] if parting.texts else ""
+    end = parting.at + (len(token) if token and text.startswith(token, parting.at) else 1)
+    mark = text[parting.at : end].replace("\n", "⏎\n") or ENDS
+    return text[: parting.at], mark, text[end:]
 
 
 def _spread_out(steps: Sequence[int]) -> list[int]:

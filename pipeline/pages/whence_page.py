@@ -47,8 +47,8 @@ def _evaluation(evaluation: Mapping[str, float]) -> Iterator[dict[str, str]]:
     for key, value in evaluation.items():
         if not key.endswith(BOUNDS):
             low, high, rows = (evaluation.get(f"{key}{bound}") for bound in BOUNDS)
-            interval = "" if low is None or high is None else f"[{low:.3f}, {high:.3f}]"
-            yield {"key": key, "value": f"{value:.3f}", "interval": interval, "rows": "" if rows is None else f"{rows:.0f}"}
+            interval = "" if low is None or high is None else f"[{low:z.3f}, {high:z.3f}]"
+            yield {"key": key, "value": f"{value:z.3f}", "interval": interval, "rows": "" if rows is None else f"{rows:.0f}"}
 
 
 def _samples(record: Record) -> list[dict[str, Any]]:

@@ -346,6 +346,7 @@ class Runtime(Section):
     mlflow: bool
     guard: Literal["off", "warn", "stop"]  # what a problem in a run's signals does to it: docs/diagnosis.md
     gradient_checkpointing: bool
+    compile: bool
 
 
 class Params(Section):

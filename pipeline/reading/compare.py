@@ -12,6 +12,7 @@ from pipeline.reading.measured import Measured, measure
 from pipeline.reading.noise import Repeats, Spread, Verdict, repeats_of, spread, verdict
 from pipeline.reading.samples import Aligned, align
 from pipeline.reading.sides import Side, find_sides
+from pipeline.reading.tokens import part_by_token
 
 _BOUNDS = ("_low", "_high", "_n")
 
@@ -103,7 +104,7 @@ def compare(root: Path, home: Path, names: Sequence[str], stage: str | None = No
         config=_config(sides),
         metrics=_metrics(sides, repeats),
         judged=_judged(sides),
-        samples=align([side.record.samples() if side.record else () for side in sides]),
+        samples=align([side.record.samples() if side.record else () for side in sides], part_by_token(root, sides)),
         hint=_hint(sides[0], repeats),
     )
 

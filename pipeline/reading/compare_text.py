@@ -8,15 +8,15 @@ from rich.text import Text
 
 from pipeline.reading.compare import Comparison, Interval
 from pipeline.reading.measured import Measured
-from pipeline.reading.samples import Aligned, Answer
-from pipeline.reading.wording import facts, overlaps, progress, shown, verdicts
+from pipeline.reading.samples import Aligned, Answer, Parting
+from pipeline.reading.wording import facts, overlaps, parting, progress, shown, verdicts
 from pipeline.tracking.records import Record
 
 PIPED_WIDTH = 100
 SAMPLES = 3
 PROMPT_CHARS = 160
 BEFORE_CHARS, AFTER_CHARS = 80, 240
-"""How much of an answer stands around the character in which the answers differ."""
+"""How much of an answer stands around the place where the answers part."""
 DIFFERS = "▶"
 
 
@@ -84,8 +84,8 @@ def _metrics(comparison: Comparison) -> Table:
 def _measured(value: Measured | None, record: Record | None, between: str) -> str:
     if value is None or record is None:
         return "-"
-    last = f"{value.last:.4g}" + ("" if value.last_step == record.steps else f" @{value.last_step}")
-    return last if value.best is None else f"{last}{between}best {value.best:.4g} @{value.best_step}"
+    last = f"{value.last:z.4g}" + ("" if value.last_step == record.steps else f" @{value.last_step}")
+    return last if value.best is None else f"{last}{between}best {value.best:z.4g} @{value.best_step}"
 
 
 def _noise(comparison: Comparison) -> Text:
@@ -102,7 +102,7 @@ def _judged(comparison: Comparison) -> Table:
 
 
 def _interval(interval: Interval | None) -> Text:
-    return Text("-" if interval is None else f"{interval.value:.3f} [{interval.low:.3f}, {interval.high:.3f}]")
+    return Text("-" if interval is None else f"{interval.value:z.3f} [{interval.low:z.3f}, {interval.high:z.3f}]")
 
 
 def _samples(comparison: Comparison) -> Iterator[Text]:
@@ -121,17 +121,19 @@ def _samples(comparison: Comparison) -> Iterator[Text]:
 def _sample(labels: Sequence[str], sample: Aligned) -> Iterator[Text]:
     prompt = sample.prompt if len(sample.prompt) <= PROMPT_CHARS else "…" + sample.prompt[-PROMPT_CHARS:]
     yield Text("\n" + " ".join(filter(None, (sample.subject, printable(prompt)))), style="italic")
+    if sample.parting is not None:
+        yield Text(f"parts at {printable(parting(sample))}", style="dim")
     for label, answer in zip(labels, sample.answers, strict=True):
         told = "  ".join(f"{name} {value}" for name, value in facts(answer))
         yield Text(f"{label}  {printable(told)}", style="dim")
-        yield Text("   ") + _answer(answer, sample.differs_at)
+        yield Text("   ") + _answer(answer, sample.parting)
 
 
-def _answer(answer: Answer, differs_at: int | None) -> Text:
-    at = len(answer.text) if differs_at is None else differs_at
+def _answer(answer: Answer, parting: Parting | None) -> Text:
+    at = len(answer.text) if parting is None else parting.at
     before, after = answer.text[max(0, at - BEFORE_CHARS) : at], answer.text[at : at + AFTER_CHARS]
     text = Text(("…" if at > BEFORE_CHARS else "") + printable(before))
-    if differs_at is not None:
+    if parting is not None:
         text.append(DIFFERS + printable(after) + ("…" if len(answer.text) > at + AFTER_CHARS else ""), style="bold")
     return text
 

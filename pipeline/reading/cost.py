@@ -77,11 +77,12 @@ def bill(root: Path, home: Path, target: str | None = None) -> Bill:
         ParamsError: dvc.lock has no results, or none of the target.
     """
     lock = lock_at(root, None)
-    if lock is None or not lock.stages:
+    made = [stage for stage in lock.stages if stage != "code"] if lock is not None else []
+    if lock is None or not made:
         raise ParamsError("dvc.lock: holds no results yet; `dvc repro` makes them")
     if target is not None and target not in lock.stages:
-        raise ParamsError(f"{target}: dvc.lock has no results of it; it has {', '.join(lock.stages)}")
-    last = [target] if target is not None else list(lock.stages)
+        raise ParamsError(f"{target}: dvc.lock has no results of it; it has {', '.join(made)}")
+    last = [target] if target is not None else made
     chosen = {made.stage: made for name in last for made in lock.ancestry(lock.stages[name])}
     records = {stage: _record(made, home) for stage, made in chosen.items()}
     began = _last_rebuild([record for record in records.values() if record is not None])

@@ -6,32 +6,45 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.diagnosis.checks import checks_of, diagnose
+from pipeline.diagnosis.checks import checks_of
+from pipeline.diagnosis.checks import diagnose as findings_of
 from pipeline.diagnosis.findings import Finding, Severity
 from pipeline.diagnosis.signals import Signals
 from pipeline.errors import ParamsError
+from pipeline.lineage.declaration import declaration, read_lock
 from pipeline.lineage.records import recorded_runs
+from pipeline.params import Params
+from pipeline.reading.attempts import KILLED, last_attempt, written_since
 from pipeline.reading.lines import Line
 from pipeline.reading.machine import check_device, check_disk, check_libraries, check_python
-from pipeline.reading.workspace import check_lineage, check_locks, check_mlflow, check_params, check_prefect, check_scratch
-from pipeline.tracking.records import Record, all_runs
+from pipeline.reading.workspace import (
+    check_lineage,
+    check_locks,
+    check_mlflow,
+    check_params,
+    check_prefect,
+    check_scratch,
+    stage_names,
+)
+from pipeline.supervise import is_held
+from pipeline.tracking.records import Record, all_runs, find_runs
 from pipeline.tracking.run_folder import RunFolder, read_json
 from pipeline.yaml_files import read_yaml
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """A run and what is wrong with it.
+    """A run and what is wrong with it, or the last attempt at a stage that came to no run.
 
     Attributes:
-        run: its folder, relative to the home of the runs.
+        run: its folder, relative to the home of the runs; None without a run.
         state: how it ended or that it trains, in a word or a line.
         severity: the worst of the state and the findings.
         steps: that it has taken.
         checks: that were made.
     """
 
-    run: str
+    run: str | None
     stage: str
     name: str
     state: str
@@ -42,10 +55,72 @@ class Diagnosis:
 
     def lines(self) -> list[Line]:
         """The run itself, then a line per finding."""
+        if self.run is None:
+            return [Line(self.stage, self.severity, self.state)]
         seen = f"{self.steps} steps, " if self.steps else ""
         asked = f"{len(self.findings) or 'nothing'} found by {self.checks} checks" if self.checks else "has no signals to check"
         own = Line(self.stage, self.severity, f"{self.name} ({self.run}): {self.state}; {seen}{asked}")
         return [own, *(Line(self.stage, finding.severity, str(finding)) for finding in self.findings)]
+
+
+def diagnose(root: Path, home: Path, name: str | None = None) -> list[Diagnosis]:
+    """What is to be said of runs, and of stages without.
+
+    Args:
+        root: the repository.
+        home: where `.runs` is.
+        name: a stage (`data` is every `data@SET`), a run folder or the id of an MLflow run; the newest run of every stage and all
+            stages whose last attempt failed without one when left out.
+
+    Raises:
+        ParamsError: the name is none of these, or `root` is no repository of this project.
+    """
+    _check_repository(root)
+    params, _ = check_params(root)
+    stages = list(stage_names(root, params))
+    if params is None:  # the sets of `data` are not known, but the ones that have run
+        stages += [stage for stage in read_lock(root / "dvc.lock") if stage not in stages]
+    chosen = [stage for stage in stages if name in (None, stage, stage.partition("@")[0])]
+    if name is not None and not chosen:
+        return [diagnose_run(folder, root, home) for folder in find_runs(home, [name])]
+    newest = newest_runs(home)
+    runs = [folder for folder in newest if name is None or folder.stage in chosen]
+    without = [stage for stage in chosen if stage not in {folder.stage for folder in newest}] if name else []
+    failed = [stage for stage in chosen if stage not in without and _failed_without_run(home, stage)]
+    return [
+        *(diagnose_run(folder, root, home) for folder in runs),
+        *(diagnose_stage(stage, root, home, params) for stage in [*without, *failed]),
+    ]
+
+
+def _failed_without_run(home: Path, stage: str) -> bool:
+    attempt = last_attempt(home, stage)
+    return attempt is not None and attempt.code != 0 and attempt.record is None
+
+
+def diagnose_stage(stage: str, root: Path, home: Path, params: Params | None) -> Diagnosis:
+    """How the last attempt at a stage ended that came to no run. One at other inputs is no problem any more."""
+    attempt = last_attempt(home, stage)
+    if is_held(home / ".runs" / stage / "lock"):
+        state, severity = "is running", Severity.OK
+    elif attempt is not None:
+        state, severity = _ended(attempt.code, attempt.reason)
+        if severity is not Severity.OK and (newer := _written_since(stage, root, params, attempt.began_s)):
+            state, severity = f"{state}; {newer} was written since", Severity.WARN
+    elif stage in read_lock(root / "dvc.lock"):
+        state, severity = "dvc.lock has its results; no attempt is recorded here", Severity.OK
+    else:
+        state, severity = f"has not run here; `dvc repro {stage}` runs it", Severity.WARN
+    return Diagnosis(None, stage, stage, state, severity, 0, 0, [])
+
+
+def _written_since(stage: str, root: Path, params: Params | None, time_s: float) -> str | None:
+    if params is None:
+        return None
+    name, _, item = stage.partition("@")
+    declared = declaration(name, params, item or None, dvc_file=root / "dvc.yaml")
+    paths = [*(["params.yaml"] if declared.params else []), f"data/code/{name}.json", *declared.deps]
+    return written_since(root, paths, time_s)
 
 
 def diagnose_run(folder: RunFolder, root: Path, home: Path) -> Diagnosis:
@@ -53,7 +128,7 @@ def diagnose_run(folder: RunFolder, root: Path, home: Path) -> Diagnosis:
     record = Record(folder)
     state, fine = _state(record)
     signals = Signals(record.stage, record.params, record.metrics, not record.alive, evaluation_of(folder, root, home))
-    findings = diagnose(signals)
+    findings = findings_of(signals)
     severities = [fine, *(finding.severity for finding in findings)]
     return Diagnosis(
         folder.path.relative_to(home).as_posix() if folder.path.is_relative_to(home) else str(folder.path),
@@ -70,13 +145,15 @@ def diagnose_run(folder: RunFolder, root: Path, home: Path) -> Diagnosis:
 def _state(record: Record) -> tuple[str, Severity]:
     if record.alive:
         return "is running", Severity.OK
-    if record.finished:
+    return _ended(record.end.get("code"), str(record.end.get("reason")))
+
+
+def _ended(code: int | None, reason: str) -> tuple[str, Severity]:
+    if code is None:
+        return KILLED, Severity.WARN
+    if code == 0:
         return "finished", Severity.OK
-    if not record.end:
-        return "was killed; the same command goes on from its last save", Severity.WARN
-    code, reason = record.end.get("code"), record.end.get("reason")
-    stopped = isinstance(code, int) and code > 128
-    return f"ended with code {code}: {reason}", Severity.WARN if stopped else Severity.PROBLEM
+    return f"ended with code {code}: {reason}", Severity.WARN if code > 128 else Severity.PROBLEM
 
 
 def evaluation_of(folder: RunFolder, root: Path, home: Path) -> Mapping[str, Mapping[str, float]]:
@@ -110,8 +187,7 @@ def checkup(root: Path, home: Path) -> Iterator[Line]:
     Raises:
         ParamsError: `root` is no repository of this project.
     """
-    if not (root / "dvc.yaml").exists():
-        raise ParamsError(f"{root}: no dvc.yaml; run the command in the repository")
+    _check_repository(root)
     params, lines = check_params(root)
     yield from lines
     yield check_python(root)
@@ -124,6 +200,11 @@ def checkup(root: Path, home: Path) -> Iterator[Line]:
     yield check_scratch(home)
     yield check_mlflow(home, params)
     yield check_prefect(root)
+
+
+def _check_repository(root: Path) -> None:
+    if not (root / "dvc.yaml").exists():
+        raise ParamsError(f"{root}: no dvc.yaml; run the command in the repository")
 
 
 def as_json(lines: Sequence[Line], diagnoses: Sequence[Diagnosis]) -> str:

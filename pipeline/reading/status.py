@@ -17,11 +17,11 @@ from pipeline.lineage.history import lock_at
 from pipeline.lineage.plan import Planned, Verdict
 from pipeline.lineage.records import final_metrics, run_page
 from pipeline.lineage.runs import run_that_made
+from pipeline.reading.attempts import last_attempt, what_changed_since
 from pipeline.reading.words import duration, figure
 from pipeline.supervise import is_held
 from pipeline.tracking.description import LIBRARIES
 from pipeline.tracking.records import Record
-from pipeline.tracking.run_folder import read_json
 
 STATES = {
     Verdict.UP_TO_DATE: "up to date",
@@ -78,7 +78,7 @@ def status(plan: Sequence[Planned], root: Path, home: Path) -> list[State]:
         folder = run_that_made(made, runs) if made is not None else None
         record = Record(folder) if folder is not None else None
         values = final_metrics(root, planned.stage)
-        state, note = _state(planned, runs)
+        state, note = _state(planned, root, home)
         states.append(
             State(
                 stage=planned.stage,
@@ -96,20 +96,19 @@ def status(plan: Sequence[Planned], root: Path, home: Path) -> list[State]:
     return states
 
 
-def _state(planned: Planned, runs: Path) -> tuple[str, str]:
-    """State and note; what runs now, or failed the last time, counts before what the plan says."""
-    folder = runs / planned.stage
-    if is_held(folder / "lock"):
+def _state(planned: Planned, root: Path, home: Path) -> tuple[str, str]:
+    """State and note. What runs now counts before what the plan says, and so does a failure of what the stage would do now."""
+    if is_held(home / ".runs" / planned.stage / "lock"):
         return "running", ""
-    note = planned.causes[0] if planned.causes else ""
-    if planned.verdict in (Verdict.RUNS, Verdict.MAY_RUN):
-        end = read_json(folder / "exit.json")
-        code = end.get("code", 0)
-        if code > 128:
-            return "stopped", str(end["reason"])
-        if code:
-            return "failed", str(end["reason"])
-    return STATES[planned.verdict], note
+    state, note = STATES[planned.verdict], planned.causes[0] if planned.causes else ""
+    attempt = last_attempt(home, planned.stage) if planned.verdict in (Verdict.RUNS, Verdict.MAY_RUN) else None
+    if attempt is None or attempt.code == 0:
+        return state, note
+    if planned.verdict is Verdict.MAY_RUN or None in planned.inputs.values():  # what it is going to read is not known
+        return state, f"{note}; {attempt}"
+    if since := what_changed_since(attempt, root, planned.params, planned.inputs):
+        return state, f"{note}; {attempt} {since}"
+    return "stopped" if attempt.stopped else "failed", attempt.reason
 
 
 def _under(planned: Planned, deps: Mapping[str, str]) -> str | None:

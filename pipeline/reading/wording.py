@@ -5,7 +5,7 @@ from typing import Any
 
 from pipeline.reading.compare import Judged, Metric
 from pipeline.reading.noise import Spread, Verdict
-from pipeline.reading.samples import Answer
+from pipeline.reading.samples import Aligned, Answer
 from pipeline.tracking.records import Record
 
 
@@ -32,7 +32,7 @@ def verdicts(metric: Metric) -> list[str]:
 
 def _verdict(verdict: Verdict, first: Spread | None, other: Spread | None) -> str:
     if verdict == "same recipe" and first is not None:
-        return f"seeds: {first.mean:.3g} ± {first.std:.1g}"
+        return f"seeds: {first.mean:z.3g} ± {first.std:.1g}"
     seeds = sum(each.seeds for each in (first, other) if each)
     return f"{verdict} ({seeds})" if verdict in ("inside", "outside") else verdict
 
@@ -42,9 +42,19 @@ def overlaps(judged: Judged) -> list[str]:
     return ["-" if each is None else "intervals overlap" if each else "intervals apart" for each in judged.overlaps]
 
 
+def parting(sample: Aligned) -> str:
+    """Where answers part: `token 3: "cat" | " sound"`, or the character where no tokens are known; empty when they do not."""
+    if sample.parting is None:
+        return ""
+    if sample.parting.token is None:
+        return f"character {sample.parting.at + 1}"
+    texts = (json.dumps(text, ensure_ascii=False) if text else "(end)" for text in sample.parting.texts)
+    return f"token {sample.parting.token}: {' | '.join(texts)}"
+
+
 def facts(answer: Answer) -> list[tuple[str, str]]:
     """Name and value of what a sample's row holds beside its text."""
     return [
-        (name.removeprefix("term/"), f"{value + 0.0:.3g}" if isinstance(value, float) else str(value))  # without a sign at 0
+        (name.removeprefix("term/"), f"{value:z.3g}" if isinstance(value, float) else str(value))
         for name, value in answer.facts.items()
     ]

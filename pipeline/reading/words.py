@@ -14,7 +14,7 @@ def duration(seconds: float) -> str:
 
 def figure(value: float) -> str:
     """Four digits that count, whole numbers whole: `0.0123`, `1.573`, `12`."""
-    return f"{value:.0f}" if value == int(value) and abs(value) < 1e6 else f"{value:.4g}"
+    return f"{value:z.0f}" if value == int(value) and abs(value) < 1e6 else f"{value:.4g}"
 
 
 def count(number: float) -> str:

@@ -13,6 +13,7 @@ from urllib.request import urlopen
 
 from pipeline.diagnosis.findings import Severity
 from pipeline.errors import ParamsError
+from pipeline.lineage.declaration import read_again
 from pipeline.params import Params, load_params
 from pipeline.reading.lines import Line, listed
 from pipeline.supervise import is_held
@@ -38,7 +39,7 @@ def check_lineage(root: Path, params: Params | None) -> Line:
     if not (root / "dvc.lock").exists():
         return Line("lineage", Severity.WARN, "no dvc.lock: no stage has run; `dvc repro` runs all")
     locked: dict[str, Any] = (read_yaml(root / "dvc.lock") or {}).get("stages", {})
-    never = sorted(set(_stages(root, params)) - locked.keys())
+    never = sorted(set(stage_names(root, params)) - locked.keys())
     outs = [(stage, out) for stage, entry in locked.items() for out in entry.get("outs", [])]
     missing = sorted({stage for stage, out in outs if not (root / out["path"]).exists()})
     differ = sorted({stage for stage, out in outs if _has_another_size(root / out["path"], out.get("size"))})
@@ -51,8 +52,9 @@ def check_lineage(root: Path, params: Params | None) -> Line:
     return Line("lineage", Severity.OK, f"{len(locked)} stages, the files of all are there")
 
 
-def _stages(root: Path, params: Params | None) -> Iterator[str]:
-    for name, body in read_yaml(root / "dvc.yaml")["stages"].items():
+def stage_names(root: Path, params: Params | None) -> Iterator[str]:
+    """The stages of dvc.yaml, such as `data@pretrain`, in its order; without parameters those are left out that they name."""
+    for name, body in read_again(root / "dvc.yaml")["stages"].items():
         if "foreach" not in body:
             yield name
         elif isinstance(body["foreach"], list):

@@ -5,17 +5,23 @@ ids that are trained are the ids that were sampled from.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 from pipeline.data.prompts import PromptTask
 from pipeline.rollout.records import Completion, RolloutEngine, StopReason, Trajectory, Turn
 from pipeline.rollout.sampling import fold_key
 from pipeline.text.chat import ChatEncoder
 from pipeline.text.tokenizer import Tokenizer
-from pipeline.text.turns import ParsedTurn, parse_turn
+from pipeline.text.turns import parse_turn
 from pipeline.tools.registry import ToolResult
 from pipeline.tools.toolbox import PRESET_TOOLS, Toolbox
 
+SubmitCall = Callable[[str, Any, Collection[str]], Future[ToolResult]]
+TOOL_THREADS = 32
+"""Most tool calls that are answered together."""
 MALFORMED = ToolResult(json.dumps({"error": "malformed tool call, must be a JSON object with name and arguments"}), is_error=True)
 
 
@@ -37,7 +43,8 @@ def run_episodes(
 
     Turn t of every unfinished trajectory is one `engine.generate`. A turn that calls no tool ends its trajectory; one that
     calls tools has all its calls answered, malformed ones by an error the policy can read, and goes on. Whatever a policy
-    writes ends up in a trajectory with its `StopReason`, never in an exception.
+    writes ends up in a trajectory with its `StopReason`, never in an exception. Tools run in threads of their own as soon as
+    they are called, while other trajectories are still sampled; a tool is a function of its arguments, so nobody can tell.
 
     Args:
         engine: What samples.
@@ -55,24 +62,39 @@ def run_episodes(
     """
     flags = [greedy] * len(tasks) if isinstance(greedy, bool) else greedy
     episodes = [_Episode(task, key, flag) for task, key, flag in zip(tasks, keys, flags, strict=True)]
-    for turn in range(max_turns):
-        running = [episode for episode in episodes if episode.running and episode.room(max_total_len)]
-        if not running:
-            break
-        completions = engine.generate(
-            [episode.context for episode in running],
-            keys=[fold_key(episode.key, turn) for episode in running],
-            max_new_tokens=[min(max_new_tokens, episode.room(max_total_len)) for episode in running],
-            temperature=temperature,
-            greedy=[episode.greedy for episode in running],
-            previous=[episode.completion for episode in running],
-            remember=turn + 1 < max_turns,
-        )
-        for episode, completion in zip(running, completions, strict=True):
-            episode.record(completion, read_turn(tokenizer, completion, open_thinking=episode.trajectory.open_thinking))
-            if episode.running:
-                episode.answer_calls(encoder, toolbox, max_total_len, last_turn=turn + 1 == max_turns)
+    with ThreadPoolExecutor(TOOL_THREADS, "tools") as threads:
+
+        def submit(name: str, arguments: Any, offered: Collection[str]) -> Future[ToolResult]:
+            return threads.submit(toolbox.call, name, arguments, offered)
+
+        for turn in range(max_turns):
+            running = [episode for episode in episodes if episode.running and episode.room(max_total_len)]
+            if not running:
+                break
+            last_turn = turn + 1 == max_turns
+            call: SubmitCall | None = None if last_turn else submit
+            completions = engine.generate(
+                [episode.context for episode in running],
+                keys=[fold_key(episode.key, turn) for episode in running],
+                max_new_tokens=[min(max_new_tokens, episode.room(max_total_len)) for episode in running],
+                temperature=temperature,
+                greedy=[episode.greedy for episode in running],
+                previous=[episode.completion for episode in running],
+                remember=not last_turn,
+                finished=partial(_take, running, tokenizer, call),
+            )
+            for episode, completion in zip(running, completions, strict=True):
+                episode.take(tokenizer, completion, call)  # where the engine has not said so before
+            for episode in running:
+                if episode.running:
+                    episode.end_turn(encoder, max_total_len, last_turn=last_turn)
     return [episode.trajectory for episode in episodes]
+
+
+def _take(
+    running: "Sequence[_Episode]", tokenizer: Tokenizer, call: SubmitCall | None, number: int, completion: Completion
+) -> None:
+    running[number].take(tokenizer, completion, call)
 
 
 def read_turn(tokenizer: Tokenizer, completion: Completion, *, open_thinking: bool) -> Turn:
@@ -100,6 +122,8 @@ class _Episode:
             stop=StopReason.CONTEXT,
             open_thinking=task.open_thinking,
         )
+        self._taken: Completion | None = None
+        self._answers: list[Future[ToolResult]] = []
         self._offered = [tool["function"]["name"] for tool in task.tools or []]
 
     @property
@@ -111,9 +135,19 @@ class _Episode:
         """How many more ids fit."""
         return max(0, max_total_len - len(self.trajectory.prompt_ids) - len(self.trajectory.ids))
 
-    def record(self, completion: Completion, turn: Turn) -> None:
-        """Appends a sampled turn; the episode goes on when it ended by itself and calls tools."""
+    def take(self, tokenizer: Tokenizer, completion: Completion, call: SubmitCall | None) -> None:
+        """Appends a sampled turn, once; the episode goes on when it ended by itself and calls tools.
+
+        Args:
+            tokenizer: What turns its ids into text.
+            completion: The turn.
+            call: Has a tool call answered beside others; None where no turn can follow that would read it.
+        """
+        if completion is self._taken:
+            return
+        self._taken = completion
         trajectory = self.trajectory
+        turn = read_turn(tokenizer, completion, open_thinking=trajectory.open_thinking)
         self._append(completion.ids, completion.logprobs, sampled=True)
         trajectory.turns.append(turn)
         trajectory.stop = completion.stop
@@ -121,14 +155,17 @@ class _Episode:
         self.running = completion.stop is StopReason.EOS and bool(calls_tools)
         # what is over needs no memory
         self.completion = completion if self.running else None
+        if self.running and call is not None:
+            self._answers = [call(each.name, each.arguments, self._offered) for each in turn.parsed.calls]
 
-    def answer_calls(self, encoder: ChatEncoder, toolbox: Toolbox, max_total_len: int, *, last_turn: bool) -> None:
+    def end_turn(self, encoder: ChatEncoder, max_total_len: int, *, last_turn: bool) -> None:
         """Appends the results of the last turn's calls, or ends the episode where no turn can follow them."""
         trajectory = self.trajectory
         if last_turn:
             self._end(StopReason.MAX_TURNS)
             return
-        results = _call_tools(toolbox, trajectory.turns[-1].parsed, self._offered)
+        # one per call block of the turn, those of the malformed ones last
+        results = [answer.result() for answer in self._answers] + [MALFORMED] * trajectory.turns[-1].parsed.malformed_calls
         ids = encoder.encode_tool_results([result.content for result in results], open_thinking=trajectory.open_thinking)
         if len(ids) >= self.room(max_total_len):
             self._end(StopReason.CONTEXT)
@@ -144,9 +181,3 @@ class _Episode:
     def _end(self, stop: StopReason) -> None:
         self.trajectory.stop = stop
         self.running = False
-
-
-def _call_tools(toolbox: Toolbox, turn: ParsedTurn, offered: Sequence[str]) -> list[ToolResult]:
-    """One result per call block of a turn, the malformed ones last."""
-    results = [toolbox.call(call.name, call.arguments, offered) for call in turn.calls]
-    return results + [MALFORMED] * turn.malformed_calls

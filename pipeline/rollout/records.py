@@ -5,7 +5,7 @@ Dimensions: N rows, L ids of one row, B sequences, T positions.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
@@ -66,6 +66,7 @@ class RolloutEngine(Protocol):
         greedy: bool | Sequence[bool] = False,
         previous: Sequence[Completion | None] | None = None,
         remember: bool = False,
+        finished: Callable[[int, Completion], object] | None = None,
     ) -> list[Completion]:
         """One completion per prompt, in the order of the prompts.
 
@@ -79,6 +80,8 @@ class RolloutEngine(Protocol):
                 completion's prompt and ids. What its memory holds is not read again; the result is the same without.
             remember: Keep the memory of every completion, as much as the keys and values of its context take, until the
                 completion is dropped.
+            finished: What the engine calls with a prompt's number and its completion as soon as that has its last id, while it
+                goes on with the others. The memory is not there yet.
         """
         ...
 

@@ -53,6 +53,24 @@ def draw(logits: Tensor, temperature: float, uniform: Tensor | None, rows: Tenso
     return ids, logprobs.gather(-1, ids[:, None])[:, 0]
 
 
+def draw_flagged(logits: Tensor, temperature: Tensor, uniform: Tensor, greedy: Tensor) -> tuple[Tensor, Tensor]:
+    """What `draw` gives, by the same operations whichever rows are greedy, so that a CUDA graph can replay them.
+
+    Args:
+        logits: [N, V] of any floating type.
+        temperature: scalar, > 0.
+        uniform: [N], float64 in [0, 1).
+        greedy: [N] bool, True where a row takes its most probable id and its number counts for nothing.
+
+    Returns:
+        ids: [N] int64.
+        logprobs: [N] float32.
+    """
+    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
+    ids = torch.where(greedy, logprobs.argmax(dim=-1), _invert(logprobs, uniform))
+    return ids, logprobs.gather(-1, ids[:, None])[:, 0]
+
+
 def _invert(logprobs: Tensor, uniform: Tensor) -> Tensor:
     """The first id of each row whose cumulative probability exceeds the row's number, [N]."""
     # fp64, because fp32 sums lose the tail: near 1 they cannot hold a probability below 6e-8

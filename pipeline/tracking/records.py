@@ -126,20 +126,6 @@ def all_runs(home: Path) -> list[RunFolder]:
     return [RunFolder(path.parent) for path in sorted(abouts, key=lambda path: path.stat().st_mtime)]
 
 
-def newest_finished(home: Path, stage: str) -> Record | None:
-    """The finished run of a stage that started last; None where there is none."""
-    records = [Record(RunFolder(path.parent)) for path in (home / ".runs" / stage).glob("*/*/run.json")]
-    return max((record for record in records if record.finished), key=lambda record: record.started_s, default=None)
-
-
-def past_seconds(home: Path, stage: str) -> float | None:
-    """How long a stage took the last time; None where nobody knows. A stage without runs leaves it in its exit.json."""
-    record = newest_finished(home, stage)
-    end = record.end if record is not None else read_json(home / ".runs" / stage / "exit.json")
-    used = record.used if record is not None else end.get("used", {})
-    return used.get(SECONDS) if end.get("code") == 0 else None
-
-
 def find_runs(home: Path, names: Sequence[str]) -> list[RunFolder]:
     """The run folders that are meant.
 

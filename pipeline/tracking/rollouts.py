@@ -15,7 +15,7 @@ Texts are not kept: they are what the ids say.
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,18 +79,44 @@ def read_rollouts(path: Path, tokenizer: "Tokenizer") -> "dict[int, Trajectory]"
     Raises:
         DataError: the file is missing, torn or damaged.
     """
+    arrays = _read(path)
+    try:
+        rest = json.loads(bytes(arrays["rest"]))
+        return dict(zip(arrays["keys"], _trajectories(arrays, rest, tokenizer), strict=True))
+    except DAMAGED as error:
+        raise _damaged(path, error) from None
+
+
+def read_ids(path: Path) -> list[tuple[list[int], list[int]]]:
+    """Per trajectory the ids of its prompt and those behind it.
+
+    Raises:
+        DataError: the file is missing, torn or damaged.
+    """
+    arrays = _read(path, ("prompts", "prompt_ids", "lengths", "ids"))
+    ends = pairwise(accumulate(arrays["lengths"], initial=0))
+    return [
+        (arrays["prompt_ids"][start:stop], arrays["ids"][begin:end])
+        for (begin, end), (start, stop) in zip(ends, arrays["prompts"], strict=True)
+    ]
+
+
+def _read(path: Path, names: Sequence[str] | None = None) -> dict[str, list[Any]]:
+    """The arrays of a file, all when `names` is left out, as lists."""
     import numpy as np
 
     try:
         with np.load(path, allow_pickle=False) as archive:
-            arrays = {name: archive[name].tolist() for name in archive.files if name != "rest"}
-            rest = json.loads(archive["rest"].tobytes())
-        return dict(zip(arrays["keys"], _trajectories(arrays, rest, tokenizer), strict=True))
+            return {name: archive[name].tolist() for name in names or archive.files}
     except FileNotFoundError:
         why = "the run had runtime.keep_rollouts: false, or `python -m pipeline gc` has removed it"
         raise DataError(f"{path}: no such file, so this step cannot be replayed; {why}") from None
     except DAMAGED as error:
-        raise DataError(f"{path}: torn or damaged, so this step cannot be replayed ({error})") from None
+        raise _damaged(path, error) from None
+
+
+def _damaged(path: Path, error: Exception) -> DataError:
+    return DataError(f"{path}: torn or damaged, so this step cannot be replayed ({error})")
 
 
 def _trajectories(arrays: dict[str, list[Any]], rest: list[dict[str, Any]], tokenizer: "Tokenizer") -> "Iterator[Trajectory]":

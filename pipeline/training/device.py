@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed
+from torch import Tensor
 
 from pipeline.errors import ParamsError
 from pipeline.model.transformer import Backbone
@@ -17,6 +18,7 @@ from pipeline.params.schema import Runtime
 from pipeline.training.ranks import ALONE, Ranks, launched_ranks
 
 Model = TypeVar("Model", bound=Backbone)
+MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class Device:
     autocast_dtype: torch.dtype | None
     gradient_checkpointing: bool
     ranks: Ranks = ALONE
+    compile: bool = False
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:
@@ -38,9 +41,16 @@ class Device:
             yield
 
     def prepare(self, model: Model) -> Model:
-        """Moves a model here, with gradient checkpointing as `runtime` wants it."""
+        """Moves a model here, with gradient checkpointing and compilation as `runtime` wants them."""
         model.gradient_checkpointing = self.gradient_checkpointing
+        model.compiled = self.compile
         return model.to(self.device)
+
+    def upload(self, tensor: MaybeTensor) -> MaybeTensor:
+        """A tensor of the CPU on this device, which is not waited for; None stays None."""
+        if tensor is None or self.device.type != "cuda":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def peak_memory_bytes(self) -> int:
         """Peak device memory on CUDA, peak resident memory of the process on CPU."""
@@ -77,7 +87,7 @@ def open_device(runtime: Runtime) -> Device:
         torch.backends.cuda.matmul.allow_tf32 = dtype is not None  # float32 means float32
     if dtype is not None and cuda and not torch.cuda.is_bf16_supported():
         raise ParamsError("runtime.dtype='bfloat16': this GPU has no bfloat16; use 'float32'")
-    return Device(device, dtype, runtime.gradient_checkpointing, ranks)
+    return Device(device, dtype, runtime.gradient_checkpointing, ranks, runtime.compile)
 
 
 def own_gpu(ranks: Ranks) -> torch.device:

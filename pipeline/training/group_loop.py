@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pipeline.data.prompts import PromptTask
 from pipeline.maths.advantages import all_equal, group_advantages
+from pipeline.maths.metrics import on_host
 from pipeline.maths.policy import StepSize, group_policy_loss
 from pipeline.model.transformer import CausalLM
 from pipeline.params.schema import Agent, Group
@@ -196,7 +197,7 @@ def update_policy(
             accumulate_gradients(task.policy, batch, reference, advantages, settings, device, size)
             for batch, reference in zip(batches, references, strict=True)
         ]
-        updates.append(device.ranks.gather(parts))
+        updates.append(device.ranks.gather(on_host(parts)))
         device.ranks.sum_gradients(updater.parameters)
         done = updater.update(step, context=f"prompt rows {sorted({prompt.row for prompt in collected.tasks})}")
         grad_norms.append(done.grad_norm)
@@ -237,7 +238,7 @@ def accumulate_gradients(
     settings: Group,
     device: Device,
     size: StepSize,
-) -> dict[str, float]:
+) -> dict[str, Tensor | float]:
     """Adds the gradients of a micro-batch's share of the update's loss; its metrics as `combine` takes them."""
     logprobs, entropy = sampled_logprobs(policy, batch, settings.temperature, device, entropy_grad=settings.entropy_coef > 0)
     policy_loss, counted = group_policy_loss(
@@ -260,5 +261,5 @@ def accumulate_gradients(
     aux, shares = router_balance(len(batch.rows) / size.num_sequences, policy)
     loss = policy_loss + aux
     loss.backward()
-    shares |= {"policy/loss": float(policy_loss.detach()), "train/loss": float(loss.detach())}
+    shares |= {"policy/loss": policy_loss, "train/loss": loss}
     return micro_metrics(size.num_tokens, shares, policy=counted | sampling_metrics(logprobs, entropy, batch))

@@ -1,10 +1,12 @@
 """Next-token prediction: what pretrain, full_sft and lora minimise."""
 
+from torch import Tensor
+
 from pipeline.data.batches import Batch
 from pipeline.maths.supervised import cross_entropy_sum
 from pipeline.model.transformer import CausalLM
 from pipeline.training.device import Device
-from pipeline.training.objectives import LossSum, real_positions, with_router_balance
+from pipeline.training.objectives import LossSum, routed_positions, with_router_balance
 
 
 class LanguageModelling:
@@ -23,9 +25,9 @@ class LanguageModelling:
         return batch.num_trained
 
     def __call__(self, batch: Batch) -> LossSum:
-        input_ids, labels = batch.input_ids.to(self.device.device), batch.labels.to(self.device.device)
+        visible = self.device.upload(routed_positions(self.model, batch.labels))
         with self.device.autocast():
-            hidden = self.model.hidden(input_ids, visible=real_positions(labels))
-        loss, count = cross_entropy_sum(hidden, self.model.lm_head.weight, labels)
-        sums = {"loss": float(loss.detach()), "bytes": float(batch.num_bytes)}
-        return with_router_balance(LossSum(loss, int(count), sums), self.model)
+            hidden = self.model.hidden(self.device.upload(batch.input_ids), visible=visible)
+        loss, _ = cross_entropy_sum(hidden, self.model.lm_head.weight, batch.labels)
+        sums: dict[str, Tensor | float] = {"loss": loss.detach(), "bytes": float(batch.num_bytes)}
+        return with_router_balance(LossSum(loss, batch.num_trained, sums), self.model)

@@ -17,15 +17,15 @@ from pipeline.model.transformer import Backbone
 @dataclass(slots=True)
 class LossSum:
     """`loss` (differentiable) and `sums` of metrics are sums over `count` terms (tokens or pairs); metrics ending in `_max` are
-    maxima.
+    maxima. Sums stay on the device until somebody wants to read them.
     """
 
     loss: Tensor
     count: int
-    sums: dict[str, float]
+    sums: dict[str, Tensor | float]
 
     @property
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, Tensor | float]:
         """`sums` beside their count, as `metrics.combine` takes them."""
         return {"count": float(self.count), **self.sums}
 
@@ -42,9 +42,9 @@ class Objective(Protocol):
     def __call__(self, batch: Any) -> LossSum: ...
 
 
-def sums_of(loss: Tensor, metrics: dict[str, Tensor]) -> dict[str, float]:
-    """Plain floats of a loss and of the sums beside it, without their count."""
-    return {"loss": float(loss.detach()), **{name: float(value) for name, value in metrics.items() if name != "count"}}
+def sums_of(loss: Tensor, metrics: dict[str, Tensor]) -> dict[str, Tensor | float]:
+    """A loss and the sums beside it, without their count and without gradient."""
+    return {"loss": loss.detach(), **{name: value.detach() for name, value in metrics.items() if name != "count"}}
 
 
 def with_router_balance(part: LossSum, model: Backbone) -> LossSum:
@@ -52,8 +52,9 @@ def with_router_balance(part: LossSum, model: Backbone) -> LossSum:
     if not model.model.router_stats:
         return part
     aux = model.router_aux_loss() * part.count
-    sums = {"aux_loss": float(aux.detach()), "expert_load_max": float(model.expert_load_max())}
-    return LossSum(part.loss + aux, part.count, part.sums | sums | {"loss": part.sums["loss"] + sums["aux_loss"]})
+    sums: dict[str, Tensor | float] = {"aux_loss": aux.detach(), "expert_load_max": model.expert_load_max()}
+    sums["loss"] = part.loss.detach().double() + aux.detach().double()
+    return LossSum(part.loss + aux, part.count, part.sums | sums)
 
 
 def without_dropout(model: Backbone) -> None:
@@ -71,6 +72,11 @@ def real_positions(labels: Tensor) -> Tensor:
     """
     positions = torch.arange(labels.shape[1], device=labels.device)
     return positions <= last_trained(labels)[:, None]
+
+
+def routed_positions(model: Backbone, labels: Tensor) -> Tensor | None:
+    """`real_positions` for a model with routers; None for one without."""
+    return real_positions(labels) if model.config.use_moe else None
 
 
 def last_trained(labels: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from pipeline.rewards.model import ExternalRewardModel, RewardScorer, TrainedRew
 from pipeline.rollout.episodes import run_episodes
 from pipeline.rollout.records import Trajectory
 from pipeline.rollout.torch_engine import TorchRolloutEngine
+from pipeline.rollout.truncation import Truncation
 from pipeline.text.chat import ChatEncoder
 from pipeline.text.tokenizer import Tokenizer
 from pipeline.tools.toolbox import PRESET_TOOLS, Toolbox
@@ -44,7 +45,9 @@ def open_prompts(
     return prompts
 
 
-def open_engine(model: CausalLM, tokenizer: Tokenizer, device: Device, *, max_rows: int) -> TorchRolloutEngine:
+def open_engine(
+    model: CausalLM, tokenizer: Tokenizer, device: Device, *, max_rows: int, truncation: Truncation | None = None
+) -> TorchRolloutEngine:
     """Samples from `model` as it is at each call, so also from one that is being trained."""
     return TorchRolloutEngine(
         model,
@@ -52,6 +55,7 @@ def open_engine(model: CausalLM, tokenizer: Tokenizer, device: Device, *, max_ro
         pad_id=tokenizer.pad_id,
         max_rows=max_rows,
         autocast_dtype=device.autocast_dtype,
+        truncation=truncation,
     )
 
 

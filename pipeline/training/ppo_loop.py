@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeline.maths.advantages import all_equal, whiten
-from pipeline.maths.metrics import combine
+from pipeline.maths.metrics import combine, on_host
 from pipeline.maths.policy import ppo_policy_loss
 from pipeline.maths.value import explained_variance, gae, value_loss
 from pipeline.model.heads import ValueModel
@@ -226,7 +226,7 @@ def update_both(
     updates: dict[str, list[Update]] = {"train": [], "value": []}
     rows = trained_rows(collected.trajectories, range(len(collected.trajectories)))
     for chosen in mini_batches(rows, settings, step):
-        parts = device.ranks.gather(accumulate_gradients(task, settings, device, collected, chosen, located))
+        parts = device.ranks.gather(on_host(accumulate_gradients(task, settings, device, collected, chosen, located)))
         first = first or parts
         approx_kl = combine(parts)["policy/approx_kl"]
         if approx_kl > settings.early_stop_kl:
@@ -273,7 +273,7 @@ def accumulate_gradients(
     collected: Collected,
     chosen: Sequence[int],
     located: dict[int, tuple[Experience, int]],
-) -> list[dict[str, float]]:
+) -> list[dict[str, Tensor | float]]:
     """Adds the gradients of this rank's share of a mini-batch, normalised over all its tokens; metrics by micro-batch, as
     `combine` takes them.
     """
@@ -305,8 +305,7 @@ def accumulate_gradients(
         aux, shares = router_balance(len(batch.rows) / len(chosen), task.policy, task.critic)
         loss = policy_loss + settings.vf_coef * critic_loss + aux
         loss.backward()
-        shares |= {"policy/loss": float(policy_loss.detach()), "value/loss": float(critic_loss.detach())}
-        shares |= {"train/loss": float(loss.detach())}
+        shares |= {"policy/loss": policy_loss, "value/loss": critic_loss, "train/loss": loss}
         counted |= sampling_metrics(logprobs, entropy, batch)
         parts.append(micro_metrics(num_tokens, shares, policy=counted, value=value_counted))
     return parts

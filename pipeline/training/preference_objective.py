@@ -15,7 +15,7 @@ from pipeline.maths.preference import dpo_loss
 from pipeline.model.transformer import CausalLM
 from pipeline.params.schema import Dpo
 from pipeline.training.device import Device
-from pipeline.training.objectives import LossSum, real_positions, sums_of, with_router_balance, without_dropout
+from pipeline.training.objectives import LossSum, routed_positions, sums_of, with_router_balance, without_dropout
 
 Reference = Callable[[PairBatch], Tensor]
 """The frozen reference's answer logprobs of a batch, [2n], on the CPU or the device."""
@@ -54,10 +54,9 @@ class DirectPreference:
 
 def answer_logprobs(model: CausalLM, batch: PairBatch, device: Device) -> Tensor:
     """Logprobs of the answers, summed over their trained tokens, [2n]."""
-    input_ids, labels = batch.input_ids.to(device.device), batch.labels.to(device.device)
     with device.autocast():
-        hidden = model.hidden(input_ids, visible=real_positions(labels))
-    logprobs, _ = token_logprobs(hidden, model.lm_head.weight, labels)
+        hidden = model.hidden(device.upload(batch.input_ids), visible=device.upload(routed_positions(model, batch.labels)))
+    logprobs, _ = token_logprobs(hidden, model.lm_head.weight, batch.labels)
     return logprobs.sum(dim=1)  # 0 where nothing is trained
 
 

@@ -36,7 +36,7 @@ class RewardModelling:
     def scores(self, batch: PairBatch) -> Tensor:
         """Raw scores, [2n]: n chosen, then n rejected."""
         with self.device.autocast():
-            return self.model(batch.input_ids.to(self.device.device), last_trained(batch.labels).to(self.device.device)).float()
+            return self.model(self.device.upload(batch.input_ids), self.device.upload(last_trained(batch.labels))).float()
 
     def __call__(self, batch: PairBatch) -> LossSum:
         scores, n = self.scores(batch), batch.num_pairs

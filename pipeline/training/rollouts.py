@@ -12,7 +12,7 @@ from torch import Tensor
 from pipeline.data.prompts import PromptTask
 from pipeline.maths.advantages import ROUNDING, all_equal
 from pipeline.maths.logprobs import token_logprobs
-from pipeline.maths.metrics import combine
+from pipeline.maths.metrics import Sums, combine
 from pipeline.model.packing import Packing, pack
 from pipeline.model.transformer import Backbone, CausalLM
 from pipeline.params.schema import Sampling
@@ -232,13 +232,13 @@ def off_reference(
     return any(device.ranks.gather([off]))
 
 
-def router_balance(share: float, *models: Backbone) -> tuple[Tensor, dict[str, float]]:
+def router_balance(share: float, *models: Backbone) -> tuple[Tensor, dict[str, Tensor | float]]:
     """The balance losses of the models' last forwards times `share` of the optimizer step, and `moe/*`; (0, {}) when dense."""
     aux = torch.stack([model.router_aux_loss() for model in models]).sum() * share
     if not any(model.config.use_moe for model in models):
         return aux, {}
-    load_max = max(float(model.expert_load_max()) for model in models)
-    return aux, {"moe/aux_loss": float(aux.detach()), "moe/expert_load_max": load_max}
+    load_max = torch.stack([model.expert_load_max() for model in models]).max()
+    return aux, {"moe/aux_loss": aux, "moe/expert_load_max": load_max}
 
 
 @torch.no_grad()
@@ -252,7 +252,7 @@ def sampling_metrics(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> di
     }
 
 
-def micro_metrics(num_tokens: int, shares: Mapping[str, float], **counted: Mapping[str, Tensor]) -> dict[str, float]:
+def micro_metrics(num_tokens: int, shares: Sums, **counted: Mapping[str, Tensor]) -> dict[str, Tensor | float]:
     """Metrics of one micro-batch as `combine` takes them, so that mini-batches weigh by their tokens.
 
     Args:
@@ -260,10 +260,14 @@ def micro_metrics(num_tokens: int, shares: Mapping[str, float], **counted: Mappi
         shares: by key, the micro-batch's shares of the mini-batch's losses; keys ending in `_max` are maxima.
         counted: by metric group, sums over the micro-batch's tokens beside their count.
     """
-    sums = {key: value if key.endswith("_max") else value * num_tokens for key, value in shares.items()}
+    sums = {key: value if key.endswith("_max") else _double(value) * num_tokens for key, value in shares.items()}
     for group, values in counted.items():
-        sums |= {name if name == "count" else f"{group}/{name}": float(value) for name, value in values.items()}
+        sums |= {name if name == "count" else f"{group}/{name}": value for name, value in values.items()}
     return sums
+
+
+def _double(value: Tensor | float) -> Tensor | float:
+    return value.detach().double() if isinstance(value, Tensor) else value
 
 
 def update_metrics(first: Sequence[Mapping[str, float]], applied: Sequence[Mapping[str, float]]) -> dict[str, float]:

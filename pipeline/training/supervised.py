@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from pipeline.maths.metrics import combine
+from pipeline.maths.metrics import combine, on_host
 from pipeline.params.schema import Supervised
 from pipeline.training.device import Device
 from pipeline.training.objectives import Objective
@@ -102,7 +102,7 @@ def train_window(task: SupervisedTask, settings: Supervised, device: Device, ste
             part = task.objective(own)
             (part.loss / total).backward()
             parts.append(part.metrics)
-    means = combine(ranks.gather(parts))
+    means = combine(ranks.gather(on_host(parts)))
     means.pop("bytes", None)
     (updater,) = task.state.updaters.values()
     ranks.sum_gradients(updater.parameters)
@@ -127,7 +127,7 @@ def validate(task: SupervisedTask, ranks: Ranks = ALONE) -> dict[str, float]:
     """Means over all held-out rows, `val/loss` and the objective's own metrics; `val/bits_per_byte` where bytes are known."""
     for module in task.state.modules.values():
         module.eval()
-    parts = ranks.gather([task.objective(batch).metrics for batch in ranks.mine(task.held_out.in_order())])
+    parts = ranks.gather(on_host([task.objective(batch).metrics for batch in ranks.mine(task.held_out.in_order())]))
     metrics = {f"val/{name}": value for name, value in combine(parts).items() if name != "bytes"}
     num_bytes = sum(part.get("bytes", 0.0) for part in parts)
     if num_bytes:

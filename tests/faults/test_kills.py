@@ -20,6 +20,7 @@ import pytest
 from faults.trainers import Lineage, Moment, memory_folder, run_folders, start
 
 from pipeline.curves import is_clocked
+from pipeline.tracking.run_folder import RunFolder, read_json
 
 DENSE: dict[str, Any] = {
     "model.dropout": 0.1,
@@ -108,7 +109,9 @@ class Result:
 
     @classmethod
     def of(cls, root: Path, stage: str) -> "Result":
-        (folder,) = run_folders(root, stage)
+        *earlier, folder = run_folders(root, stage)
+        # one that ended before its first save was due leaves nothing to go on from
+        assert all(read_json(before / "exit.json").get("code") == 0 and not RunFolder(before).commits() for before in earlier)
         outputs = [
             *sorted((root / "checkpoints").glob(f"{stage}.*")),
             root / f"metrics/{stage}.json",

@@ -182,7 +182,8 @@ def test_memory_that_runs_out_is_told_with_what_to_lower(project: Project, twin:
     assert recorded(project.root) == [5, 5]
     assert read_json(run_folder(project.root).exit)["reason"] == line.removeprefix("pretrain: ")
     step = run_folder(project.root).commits()[0]
-    assert step in (2, 3) and f"(resumes at step {step})" in finish(project.root, twin)
+    assert 2 <= step < twin.history[-1][0]  # memory that was taken and freed before may do for a few steps
+    assert f"(resumes at step {step})" in finish(project.root, twin)
 
 
 def test_a_run_that_diverges_keeps_its_last_finite_save(project: Project) -> None:

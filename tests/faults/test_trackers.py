@@ -38,7 +38,7 @@ TRAINER = """
 
     runtime = Runtime(device="cpu", dtype="auto", threads=1, save_every_s=0.1, keep_saves=2, progress="auto", ranks=1,
                       mlflow=sys.argv[1] == "tracked", gradient_checkpointing=False, keep_every_steps=None, gpus="auto",
-                      guard="off", keep_rollouts=True, replay_every_steps=None)
+                      guard="off", keep_rollouts=True, replay_every_steps=None, compile=False)
     began = time.monotonic()
     with stage_run("grpo", params={"grpo": {"lr": 1e-4}}, inputs=["parent.pth"], runtime=runtime) as run:
         opened_s = time.monotonic() - began

@@ -1,0 +1,111 @@
+"""Decoding with shapes that follow the rows: one id per row and turn, read only as far as each block is used.
+
+Dimensions: N rows of a batch, V vocabulary.
+"""
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipeline.model.kv_cache import KVBlock, KVCache
+from pipeline.model.transformer import CausalLM
+from pipeline.rollout.rows import BLOCK_PADDING, Row, in_blocks, read_prompts, readers, written_by_prefill
+from pipeline.rollout.sampling import draw, uniforms
+from pipeline.rollout.truncation import Truncation
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDecoder:
+    """Draws in one batch that rows leave and waiting rows join, on any device and with any model.
+
+    The host knows every length and waits for every id, which costs a CPU nothing.
+
+    Attributes:
+        model, stop_ids, pad_id, max_rows, truncation: see `TorchRolloutEngine`.
+    """
+
+    model: CausalLM
+    stop_ids: Collection[int]
+    pad_id: int
+    max_rows: int
+    truncation: Truncation | None = None
+
+    def decode(self, rows: Sequence[Row], temperature: float, *, remember: bool) -> None:
+        """Fills the completions. Every turn of the loop draws one id for every row that is in the batch."""
+        padding = BLOCK_PADDING[self._device.type]
+        waiting = deque(in_blocks(rows, self.max_rows, padding))
+        batch: list[Row] = []
+        cache = KVCache()
+        while batch or waiting:
+            joining: list[Row] = []
+            blocks: list[KVBlock] = []
+            logits: list[Tensor] = []
+            while waiting and cache.slots + len(joining) + len(waiting[0]) <= self.max_rows:
+                fresh, block, last = self._prefill(waiting.popleft())
+                joining += fresh
+                blocks.append(block)
+                logits.append(last)
+            # uploaded before the step is queued, so that it does not wait for it
+            noise = self._noise([*batch, *joining])
+            if batch:
+                logits.insert(0, self._step(batch, cache))
+            batch += joining
+            cache.blocks += blocks
+            self._record(batch, *self._draw(batch, torch.cat(logits), temperature, noise))
+            if remember:
+                for index, row in enumerate(batch):
+                    if row.finished:
+                        row.remember(cache.read(index))
+            if any(row.finished for row in batch):
+                batch = [batch[index] for index in cache.keep([not row.finished for row in batch], padding=padding)]
+
+    def _step(self, rows: Sequence[Row], cache: KVCache) -> Tensor:
+        """Reads the last id of every row; logits [N, V] of the next one."""
+        ids = torch.tensor([row.completion.ids[-1:] for row in rows], device=self._device)
+        hidden = self.model.hidden(ids, cache=cache)
+        cache.advance(1)
+        return self.model.head(hidden[:, -1])
+
+    def _noise(self, rows: Sequence[Row]) -> tuple[Tensor | None, Tensor | None]:
+        """What `draw` needs for the next id of every row."""
+        sampled = [index for index, row in enumerate(rows) if not row.greedy]
+        if not sampled:
+            return None, None
+        noise = [rows[index].noise[len(rows[index].completion.ids)] for index in sampled]
+        uniform = torch.tensor(noise, dtype=torch.float64, device=self._device)
+        return uniform, None if len(sampled) == len(rows) else torch.tensor(sampled, device=self._device)
+
+    def _draw(
+        self, rows: Sequence[Row], logits: Tensor, temperature: float, noise: tuple[Tensor | None, Tensor | None]
+    ) -> tuple[Tensor, Tensor]:
+        if self.truncation is None:
+            return draw(logits, temperature, *noise)
+        seen = [(index, token) for index, row in enumerate(rows) for token in (*row.prompt, *row.completion.ids)]
+        places, ids = torch.tensor(seen, device=logits.device).unbind(dim=1)
+        mask = torch.zeros_like(logits, dtype=torch.bool).index_put((places, ids), torch.tensor(True, device=logits.device))
+        return draw(self.truncation(logits / temperature, mask), 1.0, *noise)
+
+    def _record(self, rows: Sequence[Row], ids: Tensor, logprobs: Tensor) -> None:
+        for row, token, logprob in zip(rows, ids.tolist(), logprobs.tolist(), strict=True):
+            row.append(token, logprob, is_stop=token in self.stop_ids)
+
+    def _prefill(self, rows: Sequence[Row]) -> tuple[list[Row], KVBlock, Tensor]:
+        """The rows in another order, a block of their prompts, and the logits [N, V] after them; equal ones are read once."""
+        for row, noise in zip(rows, uniforms([row.key for row in rows], max(row.limit for row in rows)).tolist(), strict=True):
+            row.noise = noise
+        first, sources = readers(rows)
+        copies = [(row, source) for row, source in zip(rows, sources, strict=True) if row is not first[source]]
+        capacity = max(len(row.prompt) + row.limit for row in rows)
+        block = KVBlock.allocate(self.model, len(rows), capacity, written=written_by_prefill(rows))
+        logits = read_prompts(self.model, first, block, pad_id=self.pad_id)
+        for place, (_, source) in enumerate(copies, len(first)):
+            block.place(place, block.read(source))
+        order = torch.tensor([*range(len(first)), *(source for _, source in copies)], device=self._device)
+        return [*first, *(row for row, _ in copies)], block, logits[order]
+
+    @property
+    def _device(self) -> torch.device:
+        return self.model.lm_head.weight.device
