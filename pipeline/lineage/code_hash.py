@@ -119,7 +119,12 @@ def code_files(root: Path) -> dict[str, str]:
     """Name and text of the file for every script of `root/stages` but `code` itself, as `write_code_hashes` writes them."""
     code = CodeBase(root)
     scripts = [script.stem for script in sorted((root / "stages").glob("*.py")) if script.stem not in ("__init__", "code")]
-    return {f"{script}.json": json.dumps(code.hashes(f"stages.{script}"), indent=1) + "\n" for script in scripts}
+    return {f"{script}.json": code_text(code, script) for script in scripts}
+
+
+def code_text(code: CodeBase, script: str) -> str:
+    """The text of the file for one script."""
+    return json.dumps(code.hashes(f"stages.{script}"), indent=1) + "\n"
 
 
 def write_code_hashes(root: Path, out: Path) -> None:

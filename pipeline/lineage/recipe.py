@@ -9,7 +9,7 @@ from typing import Any
 from pipeline.digests import digests
 from pipeline.errors import DataError
 from pipeline.lineage.causes import code_causes, dep_causes
-from pipeline.lineage.code_hash import code_files
+from pipeline.lineage.code_hash import CodeBase, code_text
 from pipeline.lineage.declaration import declaration
 from pipeline.lineage.runs import inputs_of, recorded
 from pipeline.params import Params
@@ -31,7 +31,7 @@ def check_recipe(root: Path, home: Path, stage: str, about: Mapping[str, Any], p
         DataError: in one line, what differs, and how to get it back.
     """
     code = f"data/code/{stage}.json"
-    read, now = inputs_of(about), code_files(root)[f"{stage}.json"]
+    read, now = inputs_of(about), code_text(CodeBase(root), stage)
     old_code = read.pop(code, None)
     causes = list(_input_causes(root, home, read, declaration(stage, params, dvc_file=root / "dvc.yaml").deps))
     edited = old_code is not None and hashlib.md5(now.encode(), usedforsecurity=False).hexdigest() != old_code
