@@ -1,8 +1,10 @@
-"""MLflow's own pages in headless Chromium, of a rebuild with two runs of a stage and an evaluation.
+"""MLflow's own pages in headless Chromium, of a rebuild with two runs of a stage and an evaluation, and of what was rebuilt here,
+where there is one.
 
 With MLFLOW_PAGES=FOLDER the pictures of `python -m pytest -m browser tests/browser/test_mlflow_ui.py` land there: look at them.
 """
 
+import json
 import os
 import shutil
 import signal
@@ -12,6 +14,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,8 +96,8 @@ class served:
             return False
 
 
-@pytest.fixture
-def tab(shown: Shown) -> Iterator[Any]:
+@contextmanager
+def opened(url: str) -> Iterator[Any]:
     """A page of a fresh browser that reaches nothing but the server."""
     from playwright.sync_api import sync_playwright  # of the extra `test`; tests without a browser do without it
 
@@ -103,9 +106,15 @@ def tab(shown: Shown) -> Iterator[Any]:
         tab = browser.new_page(viewport={"width": 1600, "height": 1000})
         tab.set_default_timeout(PATIENCE_MS)
         tab.add_init_script("localStorage.setItem('mlflow.assistant.fab.autoOpenedOnFirstLoad_v1', 'true')")
-        tab.route("**/*", lambda route: route.continue_() if route.request.url.startswith(shown.url) else route.abort())
+        tab.route("**/*", lambda route: route.continue_() if route.request.url.startswith(url) else route.abort())
         yield tab
         browser.close()
+
+
+@pytest.fixture
+def tab(shown: Shown) -> Iterator[Any]:
+    with opened(shown.url) as page_of_store:
+        yield page_of_store
 
 
 @pytest.fixture
@@ -190,3 +199,23 @@ def test_a_rebuild_lists_its_stages(shown: Shown, tab: Any, picture: Any) -> Non
     tab.get_by_text("in this rebuild").wait_for()
     tab.get_by_text("Finished").first.wait_for()
     picture("rebuild")
+
+
+@pytest.mark.skipif(not (ROOT / "mlflow.db").is_file(), reason="nothing was rebuilt in this folder: `make repro`")
+def test_the_rebuild_of_this_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Runs with their names, rewards of three stages in one chart, samples by prompt, and models with their best version."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{ROOT / 'mlflow.db'}")
+    seen = Seen(store.EXPERIMENT)
+    newest = [max((ROOT / ".runs" / stage).glob("*/*/run.json"), key=os.path.getmtime) for stage in ("ppo", "grpo", "agent")]
+    with served(ROOT) as (url, _), opened(url) as tab:
+        tab.goto(f"{url}{page(seen.id)}")
+        for path in newest:
+            tab.get_by_role("link", name=json.loads(path.read_text())["name"], exact=True).first.wait_for()
+        tab.goto(f"{url}{page(seen.id, REINFORCEMENT)}&compareRunsMode=CHART")
+        chart = tab.locator("[data-testid='experiment-view-compare-runs-card']").filter(has_text="reward/mean").first
+        chart.locator(".scatterlayer .trace").nth(2).wait_for(state="attached")
+        tab.goto(f"{url}{page(seen.id, REINFORCEMENT)}&compareRunsMode=ARTIFACT")
+        tab.locator("button", has_text="Group by:").filter(has_text="prompt").wait_for()
+        tab.goto(f"{url}#/models/minimind-grpo")
+        tab.get_by_text("best").first.wait_for()
+        tab.screenshot(path=Path(os.environ.get("MLFLOW_PAGES") or tmp_path) / "mlflow-own-model.png")
