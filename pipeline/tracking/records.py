@@ -148,7 +148,7 @@ def run_at(path: Path) -> RunFolder | None:
     try:
         folder = RunFolder(path.resolve())
         return folder if folder.about.exists() else None
-    except (OSError, ValueError):  # too long a name, a loop of links, a NUL
+    except (OSError, RuntimeError, ValueError):  # too long a name, a loop of links, a NUL
         return None
 
 
