@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from recorded_runs import write_run
 
@@ -20,6 +21,7 @@ from pipeline.reading import doctor
 from pipeline.reading.attempts import last_attempt
 from pipeline.reading.cost import bill
 from pipeline.tracking.records import Record, all_runs, find_runs
+from pipeline.tracking.rollouts import read_ids
 from pipeline.tracking.run_folder import RunFolder, read_json
 
 ROOT = Path(__file__).parents[1]
@@ -206,3 +208,29 @@ def test_doctor_goes_on_where_a_file_of_the_repository_is_gone_or_damaged(
         (home / name).write_bytes(content)
     lines = list(doctor.checkup(home, home))
     assert [line.what for line in lines][-4:] == ["locks", "scratch", "mlflow", "prefect"]
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("lengths", np.array([1], np.int32)),  # of two trajectories
+        ("lengths", np.array([[1], [1]], np.int32)),
+        ("prompts", np.array([[0.0, 1.0], [0.0, 1.0]])),
+        ("prompts", np.array([[0, 1]], np.int64)),
+        ("ids", np.array([3, -(2**31)], np.int32)),
+        ("prompt_ids", np.int32(5)),
+        ("prompt_ids", np.array(["x"])),
+    ],
+)
+def test_rollouts_with_other_arrays_are_damaged(tmp_path: Path, name: str, damage: Any) -> None:
+    arrays = {
+        "prompts": np.array([[0, 1], [0, 1]], np.int64),
+        "prompt_ids": np.array([5], np.int32),
+        "lengths": np.array([1, 1], np.int32),
+        "ids": np.array([3, 4], np.int32),
+    }
+    np.savez(tmp_path / "00000001.npz", **arrays)
+    assert read_ids(tmp_path / "00000001.npz") == [([5], [3]), ([5], [4])]
+    np.savez(tmp_path / "00000001.npz", **arrays | {name: damage})
+    with pytest.raises(DataError, match="torn or damaged"):
+        read_ids(tmp_path / "00000001.npz")
