@@ -11,8 +11,9 @@ import pytest
 from recorded_runs import write_run
 
 from pipeline.diagnosis.findings import Severity
-from pipeline.errors import DataError, ParamsError
+from pipeline.errors import DataError, ParamsError, PipelineError
 from pipeline.lineage.history import lock_at, locks_with
+from pipeline.lineage.plan import read_plan
 from pipeline.lineage.records import final_metrics
 from pipeline.lineage.whence import trace
 from pipeline.pages.compare_page import compare_page
@@ -177,6 +178,19 @@ def test_a_damaged_dvc_lock_is_one_line(home: Path, text: str) -> None:
     assert doctor.diagnose(home, home)
     lines = {line.what: line for line in doctor.checkup(home, home)}
     assert lines["lineage"].severity is Severity.PROBLEM
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, lambda path: path.symlink_to(path.name)])
+def test_what_dvc_cannot_read_is_one_line(home: Path, make: Any) -> None:
+    (home / ".dvc").mkdir()
+    make(home / ".dvc/config")
+    with pytest.raises(PipelineError, match=r"config: cannot be read"):
+        read_plan(home)
+
+
+def test_a_run_of_a_stage_that_dvc_yaml_lacks_is_diagnosed(home: Path) -> None:
+    (home / "dvc.yaml").write_text("stages: {other: {cmd: x}}")
+    assert [each.stage for each in doctor.diagnose(home, home)] == ["grpo"]
 
 
 def test_a_committed_conflict_hides_no_other_commit(home: Path) -> None:

@@ -161,7 +161,7 @@ def evaluation_of(folder: RunFolder, root: Path, home: Path) -> Mapping[str, Map
     try:
         if not lock_file.exists() or folder not in recorded_runs(root, home, stage)[:1]:
             return {}
-    except ParamsError:  # a params.yaml that is wrong made no run
+    except (ParamsError, KeyError):  # a params.yaml that is wrong made no run, nor did a dvc.yaml without the stage
         return {}
     locked, weights = read_lock(lock_file), f"checkpoints/{stage}.pth"
     if stage not in locked or "eval" not in locked:
