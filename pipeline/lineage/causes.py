@@ -104,7 +104,7 @@ def cache_folder(root: Path) -> Path:
     config = ConfigParser()
     try:
         config.read([root / ".dvc/config", root / ".dvc/config.local"], encoding="utf-8")
-    except Error:  # DVC itself will complain
+    except (Error, ValueError):  # DVC itself will complain
         return root / ".dvc/cache"
     return (root / ".dvc" / config.get("cache", "dir", fallback="cache")).resolve()
 

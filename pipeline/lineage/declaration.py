@@ -134,7 +134,7 @@ def read_lock(lock_file: Path) -> dict[str, Locked]:
     """
     try:
         return {stage: _locked(entry) for stage, entry in read_again(lock_file)["stages"].items()}
-    except (FileNotFoundError, ParamsError, AttributeError, KeyError, TypeError):
+    except (OSError, ParamsError, AttributeError, KeyError, TypeError):
         return {}
 
 

@@ -10,7 +10,9 @@ from pipeline.errors import PipelineError
 def git(root: Path, *arguments: str) -> str:
     """The output of a git command; nothing outside a repository, without git, or where git knows no such thing."""
     try:
-        ended = subprocess.run(["git", *arguments], cwd=root, capture_output=True, encoding="utf-8", check=False)
+        ended = subprocess.run(
+            ["git", *arguments], cwd=root, capture_output=True, encoding="utf-8", errors="replace", check=False
+        )
     except FileNotFoundError:
         return ""
     return ended.stdout if ended.returncode == 0 else ""

@@ -6,15 +6,17 @@ wrote it, and from there, through what that stage read, everything before it.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
+from pipeline.errors import DataError
 from pipeline.lineage.git import git
-from pipeline.yaml_files import read_yaml
 
 LOCK = "dvc.lock"
 CODE = "data/code/"
@@ -103,21 +105,23 @@ class Lock:
 def locks_with(root: Path, digest: str, *, read: bool = False) -> Iterator[Lock]:
     """The versions of dvc.lock in which a stage wrote a digest: the workspace's, then the commits that brought it, newest first.
 
-    Branches, tags and DVC's experiments count. Outside git there is the workspace's alone.
+    Branches, tags and DVC's experiments count. Outside git there is the workspace's alone. Commits in which the file is damaged
+    are left out.
 
     Args:
         root: the repository.
         digest: as in dvc.lock; a folder's ends in `.dir`.
         read: those in which a stage read it instead.
     """
-    if (root / LOCK).is_file() and digest in (root / LOCK).read_text(encoding="utf-8"):
-        yield from _if_named(Lock(None, None, _stages(read_yaml(root / LOCK))), digest, read)
+    if digest in (file_at(root, None, LOCK) or ""):
+        yield from _if_named(Lock(None, None, _stages(file_at(root, None, LOCK) or "", str(root / LOCK))), digest, read)
     # -S: the commits in which the number of occurrences changes, so those that bring a digest and those that drop it.
     for line in git(root, "log", "--all", "--format=%H %cI", f"-S{digest}", "--", LOCK).splitlines():
         commit, _, time = line.partition(" ")
         text = git(root, "show", f"{commit}:./{LOCK}")
         if digest in text:
-            yield from _if_named(Lock(commit, time, _stages(YAML(typ="safe", pure=True).load(text))), digest, read)
+            with suppress(DataError):  # somebody committed a conflict: other commits may know, too
+                yield from _if_named(Lock(commit, time, _stages(text, commit)), digest, read)
 
 
 def _if_named(lock: Lock, digest: str, read: bool) -> Iterator[Lock]:
@@ -126,12 +130,16 @@ def _if_named(lock: Lock, digest: str, read: bool) -> Iterator[Lock]:
 
 
 def lock_at(root: Path, commit: str | None) -> Lock | None:
-    """The lock file of a commit (None: the workspace's); None where there is none."""
+    """The lock file of a commit (None: the workspace's); None where there is none.
+
+    Raises:
+        DataError: it is not as DVC writes it.
+    """
     text = file_at(root, commit, LOCK)
     if text is None:
         return None
     time = git(root, "show", "--no-patch", "--format=%cI", commit).strip() if commit else None
-    return Lock(commit, time, _stages(YAML(typ="safe", pure=True).load(text)))
+    return Lock(commit, time, _stages(text, f"{commit}:{LOCK}" if commit else str(root / LOCK)))
 
 
 def commits_with_lock(root: Path) -> list[str]:
@@ -157,12 +165,19 @@ def entry_in(lock: str, stage: str) -> str:
 def file_at(root: Path, commit: str | None, path: str) -> str | None:
     """A tracked file's text in a commit (None: in the workspace); None where there is no such file."""
     if commit is None:
-        return (root / path).read_text(encoding="utf-8") if (root / path).is_file() else None
+        return (root / path).read_text(encoding="utf-8", errors="replace") if (root / path).is_file() else None
     return git(root, "show", f"{commit}:./{path}") or None
 
 
-def _stages(lock: Any) -> dict[str, Made]:
-    return {name: _made(name, entry) for name, entry in (lock or {}).get("stages", {}).items()}
+def _stages(lock: str, source: str) -> dict[str, Made]:
+    try:
+        tree = YAML(typ="safe", pure=True).load(lock)
+        return {name: _made(name, entry) for name, entry in (tree or {}).get("stages", {}).items()}
+    except (YAMLError, ValueError, LookupError, OverflowError, RecursionError, AttributeError, TypeError) as error:
+        said = " ".join(str(error).split())
+        raise DataError(
+            f"{source}: not as DVC writes it ({said}); `git checkout dvc.lock` brings the committed one back"
+        ) from None
 
 
 def _made(name: str, entry: dict[str, Any]) -> Made:

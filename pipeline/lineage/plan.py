@@ -109,7 +109,7 @@ def faults_of_dvc(root: Path) -> Iterator[None]:
     """Makes one line of what DVC finds wrong with dvc.yaml, dvc.lock or its settings.
 
     Raises:
-        PipelineError: in place of a `DvcException` of the block.
+        PipelineError: in place of a `DvcException` of the block, or of an `OSError`.
     """
     from dvc.exceptions import DvcException
 
@@ -118,6 +118,8 @@ def faults_of_dvc(root: Path) -> Iterator[None]:
     except DvcException as error:
         mend = "; `git checkout dvc.lock` brings the committed one back, DVC's cache what was made since"
         raise PipelineError(f"{root}: {' '.join(str(error).split())}{mend if 'dvc.lock' in str(error) else ''}") from None
+    except OSError as error:
+        raise PipelineError(f"{error.filename or root}: cannot be read: {error.strerror or error}") from None
 
 
 def _in_order(repo: "Repo", graph: "DiGraph", stages: Iterable["PipelineStage"]) -> Iterator["PipelineStage"]:

@@ -1,15 +1,15 @@
 """What the stages of a workspace left to read: final metrics, and the MLflow runs that made them."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import PipelineError
+from pipeline.errors import DataError
 from pipeline.lineage.declaration import declaration, read_lock
 from pipeline.params import load_params
 from pipeline.tracking.run_folder import RunFolder, read_json, run_key
+from pipeline.tracking.shapes import parse_metrics
 from pipeline.tracking.store import is_server
 
 LOCAL_UI = "http://127.0.0.1:5000"
@@ -30,16 +30,20 @@ class TrackedRun:
 
 
 def final_metrics(root: Path, stage: str) -> dict[str, float]:
-    """`metrics/<stage>.json`; the nested one of eval as `<model>/<metric>`. Empty where there is none."""
+    """`metrics/<stage>.json`; the nested one of eval as `<model>/<metric>`. Empty where there is none.
+
+    Raises:
+        DataError: the file holds something else.
+    """
     path = root / "metrics" / f"{stage}.json"
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return {}
-    except ValueError as error:
-        raise PipelineError(f"{path}: not JSON: {error}") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     flat: dict[str, float] = {}
-    for name, value in values.items():
+    for name, value in parse_metrics(text, path).items():
         flat |= {f"{name}/{key}": number for key, number in value.items()} if isinstance(value, dict) else {name: value}
     return flat
 

@@ -5,6 +5,7 @@ What no stage wrote may be what stages read: a source.
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,12 @@ from pipeline.errors import DataError
 from pipeline.lineage.causes import cache_folder
 from pipeline.lineage.history import LOCK, Lock, Made, file_at, lock_at, locks_with
 from pipeline.lineage.runs import run_that_made
-from pipeline.tracking.run_folder import read_json
+from pipeline.tracking.records import Record
+from pipeline.tracking.shapes import loads, parse_metrics
 
 EVALUATION = "metrics/eval.json"
+NAMED = 200
+"""Characters of a name that an error repeats."""
 BOUNDS = ("_low", "_high", "_n")
 
 
@@ -107,9 +111,7 @@ def trace(file: Path, root: Path, runs: Path) -> Origin | Source:
     Raises:
         DataError: there is no such file, or no lock file names its bytes.
     """
-    if not file.exists():
-        raise DataError(f"{file}: no such file")
-    known = digest(file)
+    known = _digest(file)
     if found := list(locks_with(root, known)):
         return _origin(file, known, found, *found[0].find(known), root, runs)
     if found := list(locks_with(root, known, read=True)):
@@ -131,6 +133,16 @@ def whence(file: Path, root: Path, runs: Path) -> Origin:
     if isinstance(found, Source):
         raise DataError(f"{file} (md5 {found.digest}): a source, which stages read ({', '.join(found.readers)}) and none wrote")
     return found
+
+
+def _digest(file: Path) -> str:
+    try:
+        if not (file.is_file() or file.is_dir()):
+            what = "neither a file nor a folder" if file.exists() else "no such file"
+            raise DataError(f"{file}: {what}")
+        return digest(file)
+    except (OSError, ValueError) as error:  # a name that no file system takes, or a file that nobody may read
+        raise DataError(f"{str(file)[:NAMED]!r}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _origin(file: Path, known: str, found: list[Lock], made: Made, path: str, root: Path, runs: Path) -> Origin:
@@ -165,9 +177,9 @@ def _folders_with(root: Path, known: str) -> Iterator[tuple[str, str]]:
     lock = file_at(root, None, LOCK) or ""
     listings = sorted((cache_folder(root) / "files" / "md5").glob("*/*.dir"), key=lambda each: _digest_of(each) not in lock)
     for listing in listings:
-        for entry in json.loads(listing.read_text(encoding="utf-8")):
-            if entry["md5"] == known:
-                yield _digest_of(listing), entry["relpath"]
+        with suppress(OSError, ValueError, LookupError, TypeError):  # a damaged one, which DVC itself will mend
+            names = [entry["relpath"] for entry in loads(listing.read_bytes()) if entry["md5"] == known]
+            yield from ((_digest_of(listing), name) for name in names)
 
 
 def _digest_of(cached: Path) -> str:
@@ -192,14 +204,14 @@ def _run_of(made: Made, root: Path, runs: Path) -> Run | None:
     folder = run_that_made(made, runs)
     if folder is None:
         return None
-    about, end = read_json(folder.about), read_json(folder.exit)
+    record = Record(folder)
     return Run(
-        name=about["name"],
+        name=record.name,
         folder=str(folder.path.relative_to(root) if folder.path.is_relative_to(root) else folder.path),
-        mlflow=read_json(folder.feeder_note).get("run_id") or None,
-        tracking_uri=about["tracking_uri"],
-        started_s=about["started_s"],
-        seconds=round(end["time_s"] - about["started_s"], 3),
+        mlflow=record.mlflow_id,
+        tracking_uri=record.tracking_uri,
+        started_s=record.started_s,
+        seconds=round((record.ended_s or record.started_s) - record.started_s, 3),
     )
 
 
@@ -211,7 +223,8 @@ def evaluation_of(root: Path, lock: Lock, made: Made) -> dict[str, float]:
         return {}
     if not made.outs.keys() & judge.deps.keys():
         return {}
-    return dict(json.loads(text).get(made.stage, {}))
+    source = EVALUATION if lock.commit is None else f"{lock.commit[:7]}:{EVALUATION}"
+    return dict(parse_metrics(text, source).get(made.stage, {}))
 
 
 def as_json(found: Origin | Source) -> str:

@@ -64,8 +64,8 @@ def last_attempt(home: Path, stage: str) -> Attempt | None:
     if not end:
         return None
     began = ended - end.get("used", {}).get(SECONDS, 0.0)
-    own = [record for record in records if began <= record.end.get("time_s", 0.0) <= ended]
-    return Attempt(end["code"], str(end["reason"]), began, max(own, key=lambda record: record.end["time_s"], default=None))
+    own = [record for record in records if began <= (record.ended_s or 0.0) <= ended]
+    return Attempt(end["code"], end.get("reason", ""), began, max(own, key=lambda record: record.ended_s or 0.0, default=None))
 
 
 def _start(record: Record) -> float:

@@ -114,7 +114,7 @@ def _last_rebuild(records: Sequence[Record]) -> float:
 
 def _cost(stage: str, record: Record | None, home: Path, began: float) -> Cost:
     if record is not None:
-        used, ended, run = _used(record), record.end["time_s"], str(record.folder.path.relative_to(home))
+        used, ended, run = _used(record), record.ended_s, str(record.folder.path.relative_to(home))
     else:  # what a stage without runs leaves is of its last start, which need not be the one that dvc.lock records
         end = read_json(home / ".runs" / stage / "exit.json")
         used, ended, run = end.get("used", {}), end.get("time_s"), None

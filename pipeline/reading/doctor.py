@@ -1,7 +1,7 @@
 """`python -m pipeline doctor`: is the machine fit, is the repository in order, are the runs healthy?"""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from pipeline.diagnosis.checks import checks_of
 from pipeline.diagnosis.checks import diagnose as findings_of
 from pipeline.diagnosis.findings import Finding, Severity
 from pipeline.diagnosis.signals import Signals
-from pipeline.errors import ParamsError
+from pipeline.errors import ParamsError, PipelineError
 from pipeline.lineage.declaration import declaration, read_lock
 from pipeline.lineage.records import recorded_runs
 from pipeline.params import Params
@@ -29,7 +29,6 @@ from pipeline.reading.workspace import (
 from pipeline.supervise import is_held
 from pipeline.tracking.records import Record, all_runs, find_runs
 from pipeline.tracking.run_folder import RunFolder, read_json
-from pipeline.yaml_files import read_yaml
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,13 +161,12 @@ def evaluation_of(folder: RunFolder, root: Path, home: Path) -> Mapping[str, Map
     try:
         if not lock_file.exists() or folder not in recorded_runs(root, home, stage)[:1]:
             return {}
-    except ParamsError:  # a params.yaml that is wrong made no run
+    except (ParamsError, KeyError):  # a params.yaml that is wrong made no run, nor did a dvc.yaml without the stage
         return {}
-    locked = (read_yaml(lock_file) or {}).get("stages", {})
-    made, measured = (
-        {entry["path"]: entry.get("md5") for entry in locked.get(name, {}).get(part, [])}.get(f"checkpoints/{stage}.pth")
-        for name, part in ((stage, "outs"), ("eval", "deps"))
-    )
+    locked, weights = read_lock(lock_file), f"checkpoints/{stage}.pth"
+    if stage not in locked or "eval" not in locked:
+        return {}
+    made, measured = locked[stage].outs.get(weights), locked["eval"].digests.get(weights)
     return read_json(root / "metrics/eval.json") if made and made == measured else {}
 
 
@@ -190,16 +188,27 @@ def checkup(root: Path, home: Path) -> Iterator[Line]:
     _check_repository(root)
     params, lines = check_params(root)
     yield from lines
-    yield check_python(root)
-    yield check_libraries(root)
+    yield _looked("python", lambda: check_python(root))
+    yield _looked("libraries", lambda: check_libraries(root))
     if params:
         yield check_device(params.runtime)
-        yield check_disk(root, home, params.runtime)
-    yield check_lineage(root, params)
-    yield check_locks(home)
-    yield check_scratch(home)
-    yield check_mlflow(home, params)
-    yield check_prefect(root)
+        yield _looked("disk", lambda: check_disk(root, home, params.runtime))
+    yield _looked("lineage", lambda: check_lineage(root, params))
+    yield _looked("locks", lambda: check_locks(home))
+    yield _looked("scratch", lambda: check_scratch(home))
+    yield _looked("mlflow", lambda: check_mlflow(home, params))
+    yield _looked("prefect", lambda: check_prefect(root))
+
+
+def _looked(what: str, check: Callable[[], Line]) -> Line:
+    """What a check says. Files that it reads may be gone or hold anything: that is a problem of its own, and the others go on."""
+    try:
+        return check()
+    except PipelineError as error:
+        return Line(what, Severity.PROBLEM, error.lines[0])
+    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+        fault = f"a file that says it is missing or damaged ({type(error).__name__}: {error})"
+        return Line(what, Severity.PROBLEM, f"{fault}; `git status` names it")
 
 
 def _check_repository(root: Path) -> None:

@@ -9,7 +9,7 @@ from pipeline.errors import ParamsError
 from pipeline.lineage.history import Lock, Made, experiment_commit, flat_params, lock_at
 from pipeline.lineage.runs import inputs_of, recorded, run_that_made
 from pipeline.lineage.whence import Step, evaluation_of, whence
-from pipeline.tracking.records import Record, find_runs
+from pipeline.tracking.records import Record, find_runs, run_at
 from pipeline.tracking.run_folder import RunFolder
 
 
@@ -89,7 +89,10 @@ def _run(root: Path, home: Path, name: str) -> Side:
 
 def _is_file(root: Path, home: Path, name: str) -> bool:
     path = root / name
-    return path.exists() and not RunFolder(path).about.exists() and not _has_run(home, name)
+    try:
+        return bool(name) and path.exists() and run_at(path) is None and not _has_run(home, name)
+    except (OSError, ValueError):  # too long a name, or a NUL
+        return False
 
 
 def _file(root: Path, home: Path, name: str) -> Side:

@@ -86,7 +86,7 @@ def status(plan: Sequence[Planned], root: Path, home: Path) -> list[State]:
                 state=state,
                 note=note,
                 metrics={key: values[key] for key in HEADLINES.get(planned.stage, {}) if key in values},
-                age_s=round(time.time() - record.end["time_s"], 1) if record is not None else None,
+                age_s=round(time.time() - ended, 1) if record is not None and (ended := record.ended_s) is not None else None,
                 run=str(record.folder.path.relative_to(home)) if record is not None else None,
                 mlflow=record.mlflow_id if record is not None else None,
                 url=_page(record) if record is not None else None,
@@ -121,7 +121,7 @@ def _under(planned: Planned, deps: Mapping[str, str]) -> str | None:
 
 
 def _page(record: Record) -> str | None:
-    return run_page(str(record.about["tracking_uri"]), record.mlflow_id).url if record.mlflow_id else None
+    return run_page(record.tracking_uri, record.mlflow_id).url if record.mlflow_id else None
 
 
 def _others(record: Record, installed: Mapping[str, str]) -> dict[str, str]:

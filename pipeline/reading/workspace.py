@@ -14,6 +14,7 @@ from urllib.request import urlopen
 from pipeline.diagnosis.findings import Severity
 from pipeline.errors import ParamsError
 from pipeline.lineage.declaration import read_again
+from pipeline.lineage.history import lock_at
 from pipeline.params import Params, load_params
 from pipeline.reading.lines import Line, listed
 from pipeline.supervise import is_held
@@ -38,6 +39,7 @@ def check_lineage(root: Path, params: Params | None) -> Line:
     """Whether every stage of dvc.yaml has run and its files are there; whether they are up to date, `plan` says."""
     if not (root / "dvc.lock").exists():
         return Line("lineage", Severity.WARN, "no dvc.lock: no stage has run; `dvc repro` runs all")
+    lock_at(root, None)  # says what is wrong with it
     locked: dict[str, Any] = (read_yaml(root / "dvc.lock") or {}).get("stages", {})
     never = sorted(set(stage_names(root, params)) - locked.keys())
     outs = [(stage, out) for stage, entry in locked.items() for out in entry.get("outs", [])]
@@ -53,14 +55,21 @@ def check_lineage(root: Path, params: Params | None) -> Line:
 
 
 def stage_names(root: Path, params: Params | None) -> Iterator[str]:
-    """The stages of dvc.yaml, such as `data@pretrain`, in its order; without parameters those are left out that they name."""
-    for name, body in read_again(root / "dvc.yaml")["stages"].items():
-        if "foreach" not in body:
-            yield name
-        elif isinstance(body["foreach"], list):
-            yield from (f"{name}@{item}" for item in body["foreach"])
-        elif params:  # ${data.sets}
-            yield from (f"{name}@{item}" for item in params.data.sets.model_dump())
+    """The stages of dvc.yaml, such as `data@pretrain`, in its order; without parameters those are left out that they name.
+
+    Raises:
+        ParamsError: dvc.yaml is damaged.
+    """
+    try:
+        for name, body in read_again(root / "dvc.yaml")["stages"].items():
+            if "foreach" not in body:
+                yield name
+            elif isinstance(body["foreach"], list):
+                yield from (f"{name}@{item}" for item in body["foreach"])
+            elif params:  # ${data.sets}
+                yield from (f"{name}@{item}" for item in params.data.sets.model_dump())
+    except (LookupError, TypeError, AttributeError):
+        raise ParamsError(f"{root / 'dvc.yaml'}: is no list of stages; `git checkout dvc.yaml` brings it back") from None
 
 
 def _has_another_size(path: Path, size: int | None) -> bool:

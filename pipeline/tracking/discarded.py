@@ -54,7 +54,7 @@ def discarded(root: Path, uri: str) -> list[Leftover]:
 def _elsewhere(root: Path, uri: str) -> set[str]:
     """Runs in other stores: one in a file anywhere (MLFLOW_TRACKING_URI) has its artifacts here, too."""
     noted = [read_json(path) for path in (root / ".runs").glob("*/*/*/feeder.json")]
-    return {note["run_id"] for note in noted if note and note["tracking_uri"] != uri}
+    return {note["run_id"] for note in noted if "run_id" in note and note.get("tracking_uri") != uri}
 
 
 def _runs(uri: str, root: Path) -> Iterator["Run"]:

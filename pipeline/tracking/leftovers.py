@@ -15,6 +15,7 @@ from pathlib import Path
 from pipeline.errors import HeldError
 from pipeline.lineage.declaration import Locked, read_lock
 from pipeline.supervise import hold, is_held
+from pipeline.tracking.records import last_changed
 from pipeline.tracking.run_folder import RunFolder, read_json, run_key
 from pipeline.tracking.saves import stays
 
@@ -92,15 +93,7 @@ def _is_finished(folder: RunFolder) -> bool:
 def _last_use(path: Path) -> float:
     """Of a file, or of a folder's own files: Unix time."""
     files = [entry for entry in path.iterdir() if not entry.is_dir()] if path.is_dir() else [path]
-    return max(map(_changed, files), default=_changed(path))
-
-
-def _changed(path: Path) -> float:
-    """Unix time; 0 for what has gone meanwhile, such as a file that a trainer renames."""
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
+    return max(map(last_changed, files), default=last_changed(path))
 
 
 def _is_old(path: Path, age_s: float) -> bool:
@@ -109,7 +102,7 @@ def _is_old(path: Path, age_s: float) -> bool:
 
 def _surplus(finished: Iterable[RunFolder], keep: int) -> Iterator[RunFolder]:
     by_stage: dict[str, list[RunFolder]] = {}
-    for folder in sorted(finished, key=lambda folder: _changed(folder.about), reverse=True):
+    for folder in sorted(finished, key=lambda folder: last_changed(folder.about), reverse=True):
         by_stage.setdefault(folder.stage, []).append(folder)
     for stage in by_stage.values():
         yield from stage[keep:]
@@ -118,7 +111,7 @@ def _surplus(finished: Iterable[RunFolder], keep: int) -> Iterator[RunFolder]:
 def abandoned(folders: Iterable[RunFolder], age_s: float) -> Iterator[Path]:
     """Unfinished runs that nothing has touched for `age_s` seconds; the newest of a stage is none."""
     newest: dict[str, RunFolder] = {}
-    for folder in sorted(folders, key=lambda folder: _changed(folder.about)):
+    for folder in sorted(folders, key=lambda folder: last_changed(folder.about)):
         newest[folder.stage] = folder
     for folder in folders:
         if folder != newest[folder.stage] and not _is_finished(folder) and _is_old(folder.path, age_s):

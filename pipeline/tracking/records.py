@@ -1,8 +1,6 @@
 """Runs as their folders tell them: what each was, what it measured and generated, how it ended."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 from pipeline.errors import ParamsError
 from pipeline.supervise import is_held
 from pipeline.tracking.run_folder import RunFolder, read_json
+from pipeline.tracking.shapes import read_samples, read_steps
 from pipeline.tracking.usage import SECONDS, total
 
 
@@ -62,6 +61,16 @@ class Record:
         return float(self.about.get("started_s", 0.0))
 
     @property
+    def ended_s(self) -> float | None:
+        """Unix time of its end; None before, and after SIGKILL."""
+        return self.end.get("time_s")
+
+    @property
+    def tracking_uri(self) -> str:
+        """The store that it is fed to; empty where run.json does not say."""
+        return str(self.about.get("tracking_uri", ""))
+
+    @property
     def why(self) -> list[str]:
         """Why it ran, a line per cause."""
         return list(self.about.get("why", []))
@@ -109,11 +118,19 @@ class Record:
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """Every logged step in order: `step`, `time_s` and its `metrics`; what was not finite is None."""
-        return _lines(self.folder.metrics)
+        return read_steps(self.folder.metrics)
 
     def samples(self) -> Iterator[dict[str, Any]]:
         """What it generated, a row each, `step` first; none once `pipeline gc` has removed them."""
-        return _lines(self.folder.samples)
+        return read_samples(self.folder.samples)
+
+
+def last_changed(path: Path) -> float:
+    """Unix time; 0 for what has gone meanwhile, such as a run that `pipeline gc` removes."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def all_runs(home: Path) -> list[RunFolder]:
@@ -123,7 +140,16 @@ def all_runs(home: Path) -> list[RunFolder]:
         home: the folder with `.runs` (`pipeline.tracking.home`).
     """
     abouts = (home / ".runs").glob("*/*/*/run.json")
-    return [RunFolder(path.parent) for path in sorted(abouts, key=lambda path: path.stat().st_mtime)]
+    return [RunFolder(path.parent) for path in sorted(abouts, key=last_changed)]
+
+
+def run_at(path: Path) -> RunFolder | None:
+    """The run whose folder this is; None for any other path, also one that no file system would take."""
+    try:
+        folder = RunFolder(path.resolve())
+        return folder if folder.about.exists() else None
+    except (OSError, RuntimeError, ValueError):  # too long a name, a loop of links, a NUL
+        return None
 
 
 def find_runs(home: Path, names: Sequence[str]) -> list[RunFolder]:
@@ -147,8 +173,7 @@ def is_complete(folder: RunFolder, uri: str | None = None) -> bool:
 
 
 def _find(home: Path, name: str, folders: Sequence[RunFolder]) -> RunFolder:
-    named = RunFolder((home / name).resolve())
-    if named.about.exists():
+    if name and (named := run_at(home / name)):
         return named
     for folder in reversed(folders):
         if name in (folder.stage, read_json(folder.feeder_note).get("run_id")):
@@ -156,12 +181,3 @@ def _find(home: Path, name: str, folders: Sequence[RunFolder]) -> RunFolder:
     raise ParamsError(
         f"{name}: no run folder, no stage that has run here and no MLflow run of one; `ls -d .runs/*/*/*` shows them"
     )
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON lines of a file, a torn last one and damaged ones left out."""
-    if path.exists():
-        with path.open("rb") as file:
-            for line in file:
-                with suppress(ValueError):
-                    yield json.loads(line)

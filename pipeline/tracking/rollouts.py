@@ -15,7 +15,7 @@ Texts are not kept: they are what the ids say.
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,17 @@ if TYPE_CHECKING:
 
 DAMAGED = (OSError, EOFError, ValueError, LookupError, NotImplementedError, RuntimeError, BadZipFile, zlib.error)
 """What readers of zip files and arrays raise on bytes that somebody has cut or flipped."""
+_ARRAYS = {
+    "keys": ("int64", 1),
+    "prompts": ("int64", 2),
+    "prompt_ids": ("int32", 1),
+    "lengths": ("int32", 1),
+    "ids": ("int32", 1),
+    "sampled": ("bool", 1),
+    "logprobs": ("float32", 1),
+    "rest": ("uint8", 1),
+}
+"""Type and number of dimensions of each array."""
 
 
 def write_rollouts(path: Path, rollouts: "Mapping[int, Trajectory]") -> None:
@@ -83,7 +94,7 @@ def read_rollouts(path: Path, tokenizer: "Tokenizer") -> "dict[int, Trajectory]"
     try:
         rest = json.loads(bytes(arrays["rest"]))
         return dict(zip(arrays["keys"], _trajectories(arrays, rest, tokenizer), strict=True))
-    except DAMAGED as error:
+    except (*DAMAGED, TypeError, AttributeError) as error:  # `rest` may be JSON of any kind
         raise _damaged(path, error) from None
 
 
@@ -95,19 +106,26 @@ def read_ids(path: Path) -> list[tuple[list[int], list[int]]]:
     """
     arrays = _read(path, ("prompts", "prompt_ids", "lengths", "ids"))
     ends = pairwise(accumulate(arrays["lengths"], initial=0))
-    return [
-        (arrays["prompt_ids"][start:stop], arrays["ids"][begin:end])
-        for (begin, end), (start, stop) in zip(ends, arrays["prompts"], strict=True)
-    ]
+    try:
+        return [
+            (arrays["prompt_ids"][start:stop], arrays["ids"][begin:end])
+            for (begin, end), (start, stop) in zip(ends, arrays["prompts"], strict=True)
+        ]
+    except ValueError as error:
+        raise _damaged(path, error) from None
 
 
-def _read(path: Path, names: Sequence[str] | None = None) -> dict[str, list[Any]]:
-    """The arrays of a file, all when `names` is left out, as lists."""
+def _read(path: Path, names: Iterable[str] = _ARRAYS) -> dict[str, list[Any]]:
+    """These arrays of a file as lists."""
     import numpy as np
 
     try:
         with np.load(path, allow_pickle=False) as archive:
-            return {name: archive[name].tolist() for name in names or archive.files}
+            arrays = {name: archive[name] for name in names}
+            for name, array in arrays.items():
+                if (array.dtype.name, array.ndim) != _ARRAYS[name] or (name in ("ids", "prompt_ids") and (array < 0).any()):
+                    raise ValueError(f"{name} is not what a run writes")
+            return {name: array.tolist() for name, array in arrays.items()}
     except FileNotFoundError:
         why = "the run had runtime.keep_rollouts: false, or `python -m pipeline gc` has removed it"
         raise DataError(f"{path}: no such file, so this step cannot be replayed; {why}") from None

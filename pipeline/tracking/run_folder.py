@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import PipelineError
+from pipeline.tracking.shapes import fault_of_object, loads
 
 _OURS = re.compile(
     r"(run|exit|guard|feeder|checkpoint)\.json(\.tmp)?|(metrics|samples|system)\.jsonl|state-.*\.tmp|(feeder\.)?lock|feeder\.log"
@@ -165,17 +166,23 @@ def run_key(stage: str, params: Mapping[str, Any], digests: Mapping[str, str], c
 
 
 def read_json(path: Path, *, warn: bool = True) -> dict[str, Any]:
-    """A file's JSON object, or an empty one when there is no file, or (with a warning on stderr) none that can be read."""
+    """A file's JSON object, or an empty one when there is no file, or (with a warning on stderr) none that can be read.
+
+    One that is not as `pipeline.tracking.shapes` has it for a file of this name cannot be read, either.
+    """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         reason = str(error)
     else:
-        if isinstance(value, dict):
+        if not isinstance(value, dict):
+            reason = f"holds a {type(value).__name__}, not an object"
+        elif (fault := fault_of_object(path.name, value)) is not None:
+            reason = fault
+        else:
             return value
-        reason = f"holds a {type(value).__name__}, not an object"
     if warn:
         print(f"{path}: unreadable, counts as absent ({reason})", file=sys.stderr, flush=True)
     return {}

@@ -10,7 +10,6 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -31,6 +30,7 @@ from pipeline.tracking.rebuild_runs import leave
 from pipeline.tracking.recorder import now_s
 from pipeline.tracking.run_folder import RunFolder, read_json, write_json
 from pipeline.tracking.saves import committed_sizes
+from pipeline.tracking.shapes import read_samples, read_steps
 from pipeline.tracking.store import open_store
 from pipeline.tracking.tables import as_table, cut
 
@@ -233,14 +233,14 @@ class Sender:
         return max(start, end)
 
     def _missing_metrics(self, steps: dict[str, int], path: Path, start: int, end: int) -> Iterator[Metric]:
-        for line in _lines(path, start, end) if end else []:
+        for line in read_steps(path, start, end):
             for key, value in line["metrics"].items():
                 if value is not None and line["step"] > steps.get(key, -1):
                     yield Metric(key, value, _ms(line["time_s"]), line["step"])
 
     def _send_samples(self, arrived: Arrived, end: int, final: bool) -> None:
         """Sends rows as tables that are named by their last step; those in flight get the rows that they were to have."""
-        new = list(_lines(self._folder.samples, self._samples_read, end)) if end else []
+        new = list(read_samples(self._folder.samples, self._samples_read, end))
         last = _step(arrived.tables[-1]) if arrived.tables else -1
         rows = [row for row in new if row["step"] > last]
         before = self._samples_before + len(new) - len(rows)
@@ -295,15 +295,3 @@ def _size(path: Path) -> int:
 def _step(table: str) -> int:
     """The last step of a table, which is its name."""
     return int(Path(table).stem)
-
-
-def _lines(path: Path, start: int, end: int) -> Iterator[dict[str, Any]]:
-    """The JSON lines between two byte positions; none when `end` lies before `start`.
-
-    What follows the last line's end is left out: a full disk or an end at once may have torn it. So are damaged lines.
-    """
-    with path.open("rb") as file:
-        file.seek(start)
-        while (left := end - file.tell()) > 0 and (line := file.readline(left)).endswith(b"\n"):
-            with suppress(ValueError):
-                yield json.loads(line)
