@@ -355,6 +355,9 @@ def test_runs_hold_each_step_once_and_samples(lineage: Lineage) -> None:
                 if value is not None:
                     recorded.setdefault(key, []).append((line["step"], value))
         stored = {key: [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, key)] for key in run.data.metrics}
+        stored = {
+            key: points for key, points in stored.items() if not key.startswith("system/")
+        }  # of what takes longer than 10 s
         assert stored == recorded, folder
         assert all(steps == sorted(set(steps)) for steps in ([step for step, _ in points] for points in recorded.values()))
         if stage == "eval":

@@ -68,7 +68,7 @@ def fault(tree: Any) -> str:
         ("full_sft.max_seq_len", 10**6, "full_sft.max_seq_len=1000000: must be <= model.max_position_embeddings="),
         ("grpo.max_new_tokens", 10**6, "grpo.max_prompt_len + grpo.max_new_tokens = "),
         ("eval.max_new_tokens", 2048, "eval.max_new_tokens=2048: must be < model.max_position_embeddings=2048"),
-        ("ppo.critic_warmup_steps", 16, "ppo.critic_warmup_steps=16: must be < max_steps=16"),
+        ("ppo.critic_warmup_steps", 11, "ppo.critic_warmup_steps=11: must be < max_steps=11"),
         *((f"{name}.temperature", 0.0099, f"{name}.temperature=0.0099: ") for name in ("ppo", "grpo", "agent", "eval")),
         ("grpo.temperature", 1e-42, "grpo.temperature=1e-42: "),
         ("model.rope_theta", 1.0, "model.rope_theta=1.0: "),
@@ -118,7 +118,7 @@ def test_every_impossible_combination_is_reported_at_once() -> None:
     "changes",
     [
         {"eval.max_new_tokens": 2047},
-        {"ppo.critic_warmup_steps": 15},
+        {"ppo.critic_warmup_steps": 10},
         {"ppo.critic_warmup_steps": 99, "ppo.max_steps": None},
         {"pretrain.epochs": 0, "pretrain.init_from": "a.pth"},
         {"full_sft.epochs": 0},  # takes pretrain's weights over

@@ -59,7 +59,7 @@ def experiments(lineage: Path) -> list[str]:
 @pytest.mark.faults
 def test_a_failed_experiment_goes_on_where_it_was_and_a_finished_one_runs_nothing(lineage: Path) -> None:
     (lineage / "fails").touch()
-    overrides = ["pretrain.lr=1e-3", "grpo.lr=0.75"]
+    overrides = ["pretrain.lr=2e-3", "grpo.lr=0.75"]
     with pytest.raises(ExperimentFailed, match="grpo: told to fail"):
         minimind("grpo", overrides)
     (copy,) = (lineage / ".runs/experiments").glob("*/workspace")
@@ -71,7 +71,7 @@ def test_a_failed_experiment_goes_on_where_it_was_and_a_finished_one_runs_nothin
     assert len(ran(lineage)) == 3
     (name,) = experiments(lineage)
     text = report("plan-grpo")
-    assert f"Experiment **{name}**: `grpo.lr=0.75 pretrain.lr=1e-3`" in text and f"`dvc exp apply {name}`" in text
+    assert f"Experiment **{name}**: `grpo.lr=0.75 pretrain.lr=2e-3`" in text and f"`dvc exp apply {name}`" in text
     assert "| grpo | up to date | |  |" in text and "`reward/mean` 9.25, `policy/ref_kl` 0.5" in text
 
 

@@ -49,8 +49,8 @@ def _tags() -> dict[str, str]:
     headlines = list(dict.fromkeys(next(iter(metrics)) for metrics in HEADLINES.values()))
     views = {
         LINEAGE: ("Lineage", _columns([*(f"metrics.`{key}`" for key in headlines), *_LINKS])),
-        REINFORCEMENT: ("Reinforcement", _charts("reward/mean", _REINFORCEMENT_CHARTS)),
-        SUPERVISED: ("Supervised", _charts("val/loss", _SUPERVISED_CHARTS)),
+        REINFORCEMENT: ("Reinforcement", _charts("reward/mean", _REINFORCEMENT_CHARTS, ascending=False)),
+        SUPERVISED: ("Supervised", _charts("val/loss", _SUPERVISED_CHARTS, ascending=True)),
     }
     return {
         "mlflow.experimentKind": "custom_model_development",
@@ -59,11 +59,16 @@ def _tags() -> dict[str, str]:
     }
 
 
-def _charts(metric: str, charts: dict[str, tuple[str, ...]]) -> dict[str, Any]:
-    """Runs that have a metric: charts in the order in which they are read, and what is charted as columns."""
+def _charts(metric: str, charts: dict[str, tuple[str, ...]], *, ascending: bool) -> dict[str, Any]:
+    """Runs of stages that have a metric, best first: charts in the order in which they are read, and what is charted as columns.
+
+    Sorted by date, MLflow would put them below their rebuilds, folded, and draw what is not folded: nothing.
+    """
     keys = [key for section in charts.values() for key in section]
     return {
-        "searchFilter": f"metrics.`{metric}` > -1e9",
+        "searchFilter": f"metrics.`{metric}` > -1e9 and tags.`run.uid` LIKE '%'",
+        "orderByKey": f"metrics.`{metric}`",
+        "orderByAsc": ascending,
         **_columns([*(f"metrics.`{key}`" for key in keys), *_LINKS]),
         "compareRunCharts": [_chart(section, key) for section, keys in charts.items() for key in keys],
         "compareRunSections": [
