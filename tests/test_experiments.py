@@ -141,7 +141,7 @@ def test_an_experiment_leaves_the_workspace_alone_and_is_one_of_dvcs(lineage: Pa
 
 def test_a_source_that_git_ignores_is_taken_along_and_an_absent_one_named(lineage: Path) -> None:
     rows = lineage / "data/raw/rows.jsonl"
-    with open_experiment(lineage, "base", ["pretrain.lr=1e-3"], threading.Event()) as experiment:
+    with open_experiment(lineage, "base", ["pretrain.lr=2e-3"], threading.Event()) as experiment:
         taken = experiment.workspace / "data/raw/rows.jsonl"
         assert taken.read_text() == "{}\n" and taken.stat().st_ino == rows.stat().st_ino
         experiment.discard()

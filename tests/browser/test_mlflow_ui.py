@@ -58,20 +58,20 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
         for lr in (0.3, 0.6):
             feed(train(root, lr=lr))
             feed(train(root, "eval", lr=lr))
-        with served(root) as (url, said):
+        with served(root, root / "ui.log") as (url, said):
             yield Shown(url, said, Seen(store.EXPERIMENT))
 
 
 class served:
     """`python -m pipeline.tracking.ui` in a workspace: its address and the first line that it prints."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, log: Path) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         command = [sys.executable, "-m", "pipeline.tracking.ui", "--port", str(self.port), "--workers", "1"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-        self._log = root / "ui.log"
+        self._log = log
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 command, cwd=root, env=environment, stdout=log, stderr=subprocess.DEVNULL, start_new_session=True
@@ -207,7 +207,7 @@ def test_the_rebuild_of_this_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{ROOT / 'mlflow.db'}")
     seen = Seen(store.EXPERIMENT)
     newest = [max((ROOT / ".runs" / stage).glob("*/*/run.json"), key=os.path.getmtime) for stage in ("ppo", "grpo", "agent")]
-    with served(ROOT) as (url, _), opened(url) as tab:
+    with served(ROOT, tmp_path / "ui.log") as (url, _), opened(url) as tab:
         tab.goto(f"{url}{page(seen.id)}")
         for path in newest:
             tab.get_by_role("link", name=json.loads(path.read_text())["name"], exact=True).first.wait_for()
