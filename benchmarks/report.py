@@ -37,7 +37,6 @@ class Report:
         columns: of the table.
         rows: cells as text.
         bars: what is asserted of it.
-        notes: sentences below the table.
     """
 
     title: str
@@ -45,10 +44,9 @@ class Report:
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     bars: list[Bar] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
     def markdown(self) -> str:
-        parts = [f"## {self.title}", self.workload, table(self.columns, self.rows), *self.notes]
+        parts = [f"## {self.title}", self.workload, table(self.columns, self.rows)]
         if self.bars:
             rows = [(bar.name, f"{bar.value:.2f}", shown_least(bar), bar.verdict) for bar in self.bars]
             parts.append(table(("bar", "measured", "at least", ""), rows))

@@ -3,10 +3,10 @@
 A useful token is a real one that the model reads; padding is none.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +20,10 @@ from pipeline.params.schema import Dpo, Supervised
 from pipeline.text.tokenizer import Tokenizer
 from pipeline.training.device import Device
 from pipeline.training.language_objective import LanguageModelling
-from pipeline.training.objectives import real_positions
+from pipeline.training.objectives import Objective, real_positions
 from pipeline.training.preference_objective import DirectPreference, Reference
 from pipeline.training.state import TrainState
-from pipeline.training.supervised import SupervisedTask, train_window
+from pipeline.training.supervised import Batches, SupervisedTask, train_window
 from pipeline.training.updater import Updater
 
 
@@ -61,15 +61,6 @@ class Padded:
         yield from ()
 
 
-class Batches(Protocol):
-    """What a stage asks of its batches."""
-
-    batches_per_epoch: int
-
-    def batch(self, epoch: int, index: int) -> Batch: ...
-    def in_order(self) -> Iterator[Batch]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Positions:
     """What the batches of an epoch are made of: the share of real tokens, and how many a batch has on average."""
@@ -86,46 +77,65 @@ def positions(batches: Batches, *, first: int = 256) -> Positions:
 
 
 class Counting:
-    """Batches as they are, and how many useful tokens they held."""
+    """Batches as they are, and how much of something they held.
 
-    def __init__(self, batches: Batches) -> None:
-        self._batches, self.tokens = batches, 0
+    Args:
+        batches: what is asked.
+        measure: how much a batch holds.
+    """
+
+    def __init__(self, batches: Batches, measure: Callable[[Any], int]) -> None:
+        self._batches, self._measure, self.total = batches, measure, 0
         self.batches_per_epoch, self.in_order = batches.batches_per_epoch, batches.in_order
 
-    def batch(self, epoch: int, index: int) -> Batch:
+    def batch(self, epoch: int, index: int) -> Any:
         """See `SupervisedBatches.batch`."""
         batch = self._batches.batch(epoch, index)
-        self.tokens += useful(batch)
+        self.total += self._measure(batch)
         return batch
 
 
 def our_steps(model: CausalLM, batches: Batches, settings: Supervised, device: Device, per_call: int) -> Work:
-    """What pretrain and full_sft do per step; each call goes on with the next `per_call` steps."""
-    counted, done = Counting(batches), 0
+    """What pretrain and full_sft do per step; each call goes on with the next `per_call` steps and counts useful tokens."""
+    return _stage_steps(model, LanguageModelling(model, device), Counting(batches, useful), settings, device, per_call)
+
+
+def our_pair_steps(
+    model: CausalLM, reference: Reference, pairs: PairBatches, settings: Dpo, device: Device, per_call: int
+) -> Work:
+    """What stage dpo does per step; counts pairs."""
+    counted = Counting(pairs, lambda batch: batch.num_pairs)
+    return _stage_steps(model, DirectPreference(model, reference, device, settings), counted, settings, device, per_call)
+
+
+def _stage_steps(
+    model: CausalLM, objective: Objective, counted: Counting, settings: Supervised, device: Device, per_call: int
+) -> Work:
     state = TrainState({"model": model}, {"model": Updater(model, settings, total_steps=10**6)})
-    task = SupervisedTask(state, LanguageModelling(model, device), counted, counted, "train", list)
+    task = SupervisedTask(state, objective, counted, counted, "train", list)
+    done = 0
 
     def steps() -> float:
         nonlocal done
-        before = counted.tokens
-        task.objective.training_mode()
+        before = counted.total
+        objective.training_mode()
         for _ in range(per_call):
             train_window(task, settings, device, done)
             done += 1
-        return float(counted.tokens - before)
+        return float(counted.total - before)
 
     return steps
 
 
 def transformers_steps(twin: Any, batches: Batches, settings: Supervised, device: Device, per_call: int) -> Work:
     """A training loop as one writes it with `transformers`: right padding, logits of all positions, AdamW, clipping."""
-    counted, done = Counting(batches), 0
+    counted, done = Counting(batches, useful), 0
     optimizer = torch.optim.AdamW(twin.parameters(), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
     twin.train()
 
     def steps() -> float:
         nonlocal done
-        before = counted.tokens
+        before = counted.total
         for _ in range(per_call):
             batch = counted.batch(*divmod(done, batches.batches_per_epoch))
             ids, labels = batch.input_ids.to(device.device), batch.labels.to(device.device)
@@ -137,27 +147,6 @@ def transformers_steps(twin: Any, batches: Batches, settings: Supervised, device
             optimizer.step()
             optimizer.zero_grad()
             done += 1
-        return float(counted.tokens - before)
-
-    return steps
-
-
-def our_pair_steps(
-    model: CausalLM, reference: Reference, pairs: PairBatches, settings: Dpo, device: Device, per_call: int
-) -> Work:
-    """What stage dpo does per step; counts pairs."""
-    state = TrainState({"model": model}, {"model": Updater(model, settings, total_steps=10**6)})
-    task = SupervisedTask(state, DirectPreference(model, reference, device, settings), pairs, pairs, "dpo", list)
-    done = 0
-
-    def steps() -> float:
-        nonlocal done
-        total = 0
-        task.objective.training_mode()
-        for _ in range(per_call):
-            total += pairs.batch(*divmod(done, pairs.batches_per_epoch)).num_pairs
-            train_window(task, settings, device, done)
-            done += 1
-        return float(total)
+        return float(counted.total - before)
 
     return steps

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ def of_file(name: str, source: Path, folder: Path, max_seq_len: int) -> Encoded:
     prepared, encoded, texts = (folder / part / name for part in ("prepared", "encoded", "tokenizer"))
     prepare(name, source, prepared, params.data)
     train_tokenizer(
-        chain(corpus_texts(prepared, 10000)),
+        corpus_texts(prepared, params.tokenizer.max_rows_per_set),
         texts,
         vocab_size=params.tokenizer.vocab_size,
         split_digits=params.tokenizer.split_digits,
@@ -146,5 +145,5 @@ def dpo(setting: Setting) -> Report:
         Bar("DPO pairs/s, as the stage is set, against trl's DPOTrainer", rates["ours, cached reference"].median / theirs, 2.0),
         Bar("DPO pairs/s, live reference as well", rates["ours, live reference"].median / theirs),
     ]
-    workload = f"{settings.batch_size} pairs of stage dpo a step, the weights of full_sft; cached: the table is made before."
+    workload = f"{settings.batch_size} pairs of stage dpo a step, as stored; the table of the cached reference is made before."
     return Report("dpo, micro", workload, ("", "pairs/s", "spread", "times trl"), rows, bars)

@@ -41,6 +41,7 @@ def test_a_micro_batch_waits_for_nothing(tokenizer: Tokenizer, batches: Supervis
             (part.loss / 7).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.isfinite(part.loss) for part in parts)
 
 
 @pytest.mark.parametrize(
