@@ -41,7 +41,7 @@ def main(sets: Path, ranks: int, epochs: int, fault: str) -> None:
     }
     runtime = Runtime.model_validate(read_yaml(ROOT / "params.yaml")["runtime"] | own)
     settings = make_settings(epochs=epochs, accumulation_steps=3, val_every=10**6, lr=3e-4)
-    with stage_run("pretrain", params={"epochs": epochs}, inputs=[], runtime=runtime, ranked=True) as run:
+    with stage_run("pretrain", params={"pretrain": {"epochs": epochs}}, inputs=[], runtime=runtime, ranked=True) as run:
         device = open_device(runtime)
         Path(f"rank{device.ranks.rank}.pid").write_text(str(os.getpid()))
         if fault == str(device.ranks.rank):
