@@ -1,6 +1,7 @@
 """Agent episodes per second: all trajectories of a step together, against one at a time that reads its context anew each turn."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ from pipeline.checkpoint.files import load_model
 from pipeline.model.transformer import CausalLM
 from pipeline.params import load_params
 from pipeline.rollout.episodes import run_episodes
-from pipeline.rollout.records import Completion, RolloutEngine, StopReason, Trajectory
+from pipeline.rollout.records import Completion, Continuation, NextTurn, RolloutEngine, StopReason, Trajectory
 from pipeline.rollout.sampling import draw, uniforms
 from pipeline.text.chat import ChatEncoder
 from pipeline.text.tokenizer import load_tokenizer
 from pipeline.training.policy_setup import open_engine, open_prompts
 
 NUM_TRAJECTORIES = 32
+Finished = Callable[[int, Completion], Continuation | None]
 
 
 class PlainEngine:
@@ -36,20 +38,23 @@ class PlainEngine:
         keys: Sequence[int],
         max_new_tokens: int | Sequence[int],
         temperature: float,
+        finished: Finished | None = None,
         **_: Any,
     ) -> list[Completion]:
-        """See `RolloutEngine.generate`; every row is sampled, and nothing is remembered."""
+        """See `RolloutEngine.generate`; every row is sampled."""
         limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
-        return [self._complete(*row, temperature) for row in zip(prompts, keys, limits, strict=True)]
+        rows = map(NextTurn, prompts, keys, limits)
+        return [turn_by_turn(number, row, finished, partial(self._complete, temperature)) for number, row in enumerate(rows)]
 
     @torch.inference_mode()
-    def _complete(self, prompt: Sequence[int], key: int, limit: int, temperature: float) -> Completion:
+    def _complete(self, temperature: float, turn: NextTurn) -> Completion:
+        prompt = turn.prompt
         device = self._model.lm_head.weight.device
         ids, mask = torch.tensor([[*prompt]], device=device), torch.ones(1, len(prompt), device=device)
         positions = torch.arange(len(prompt), device=device)[None]
         caches: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * len(self._model.model.layers)
         completion = Completion([], [], StopReason.LENGTH)
-        for noise in uniforms([key], limit)[0]:
+        for noise in uniforms([turn.key], turn.max_new_tokens)[0]:
             hidden = plain_forward(self._model, ids, positions, mask, caches)
             drawn, logprob = draw(self._model.head(hidden[:, -1]), temperature, noise[None].to(device))
             completion.ids.append(int(drawn))
@@ -62,16 +67,40 @@ class PlainEngine:
 
 
 class Forgetful:
-    """An engine that reads the whole context anew at every turn."""
+    """An engine that completes one turn at a time and reads its whole context anew."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], *, previous: Any = None, remember: bool = False, **rest: Any
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        keys: Sequence[int],
+        max_new_tokens: int | Sequence[int],
+        finished: Finished | None = None,
+        **rest: Any,
     ) -> list[Completion]:
-        """See `RolloutEngine.generate`; `previous` and `remember` are left out."""
-        return self._engine.generate(prompts, **rest)
+        """See `RolloutEngine.generate`."""
+        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
+
+        def complete(turn: NextTurn) -> Completion:
+            return self._engine.generate([turn.prompt], keys=[turn.key], max_new_tokens=[turn.max_new_tokens], **rest)[0]
+
+        return [turn_by_turn(number, row, finished, complete) for number, row in enumerate(map(NextTurn, prompts, keys, limits))]
+
+
+def turn_by_turn(
+    number: int, turn: NextTurn, finished: Finished | None, complete: Callable[[NextTurn], Completion]
+) -> Completion:
+    """The completion of a prompt's last turn, each turn a completion of its own."""
+    while True:
+        completion = complete(turn)
+        going_on = finished and finished(number, completion)
+        following = going_on and going_on()
+        if not following:
+            return completion
+        turn = following
 
 
 def episodes(setting: Setting) -> Report:

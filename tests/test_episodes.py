@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from turn_engines import TurnByTurn
 
 from pipeline.data.prompts import PromptTask
 from pipeline.rollout.episodes import MALFORMED, read_turn, run_episodes
@@ -39,7 +40,7 @@ def encoder(tokenizer: Tokenizer) -> ChatEncoder:
     return ChatEncoder(tokenizer)
 
 
-class Script:
+class Script(TurnByTurn):
     """An engine that says what it is told: per task one text per turn; a text ends the turn where it ends with END."""
 
     def __init__(self, tokenizer: Tokenizer, texts: Sequence[Sequence[str | list[int]]]) -> None:
@@ -54,8 +55,8 @@ class Script:
         control_id, encode = self._tokenizer.control_id, self._tokenizer.encode_text
         return [i for index, part in parts for i in ([control_id(part)] if index % 2 else encode(part))]
 
-    def generate(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int | Sequence[int], **rest: Any) -> list[Completion]:
-        assert not isinstance(max_new_tokens, int)
+    def turn(self, prompts: Sequence[Sequence[int]], **rest: Any) -> list[Completion]:
+        max_new_tokens = rest.pop("max_new_tokens")
         self.calls.append({"prompts": [list(prompt) for prompt in prompts], "limits": list(max_new_tokens), **rest})
         return [self._complete(prompt[0], limit) for prompt, limit in zip(prompts, max_new_tokens, strict=True)]
 
@@ -200,14 +201,6 @@ def test_trajectories_advance_together_and_keep_their_order(tokenizer: Tokenizer
     assert [len(t.turns) for t in trajectories] == [1, 2, 3, 1]
     assert [t.final_answer for t in trajectories] == ["one", "two", "three", ""]
     assert script.calls[1]["prompts"][0] == [1, 50, *trajectories[1].ids[: -len(script.ids(f"two{END}"))]]
-    # each turn goes on from the one before; the last allowed one need not be remembered
-    assert [call["remember"] for call in script.calls] == [True, True, False]
-    assert script.calls[0]["previous"] == [None] * 4
-    for call, before, rows in zip(script.calls[1:], script.calls, ([1, 2], [1]), strict=False):
-        assert [p.ids for p in call["previous"]] == [
-            prompt[len(earlier) :][: len(p.ids)]
-            for prompt, earlier, p in zip(call["prompts"], [before["prompts"][r] for r in rows], call["previous"], strict=True)
-        ]
     keys = [call["keys"] for call in script.calls]
     assert keys[0][0] == keys[0][3]  # one key, one stream
     assert len({key for turn in keys for key in turn}) == 6  # every turn and every key has a stream of its own
@@ -315,7 +308,7 @@ def test_calls_are_answered_beside_one_another_in_their_places(tokenizer: Tokeni
     assert [len(row.tool_results[0]) for row in found] == [3, 1, 1] and found[0].tool_results[0][2] is MALFORMED
 
 
-def test_an_engine_that_says_when_a_row_is_finished_starts_its_calls_then(tokenizer: Tokenizer) -> None:
+def test_calls_start_when_their_row_is_finished(tokenizer: Tokenizer) -> None:
     """The calls of a row that ends early have been asked for before the last row of the turn is complete."""
     asked = threading.Event()
 
@@ -324,15 +317,17 @@ def test_an_engine_that_says_when_a_row_is_finished_starts_its_calls_then(tokeni
             asked.set()
             return super().call(name, arguments, offered)
 
-    class Announcing(Script):
-        def generate(self, prompts: Any, *, finished: Any = None, **rest: Any) -> list[Completion]:  # type: ignore[override]
-            completions = super().generate(prompts, **rest)
-            finished(0, completions[0])
-            assert asked.wait(20)
-            return completions
+    class Waiting(Script):
+        def generate(self, prompts: Any, *, finished: Any, **rest: Any) -> list[Completion]:
+            def told(number: int, completion: Completion) -> Any:
+                going_on = finished(number, completion)
+                assert number or asked.wait(20)
+                return going_on
+
+            return super().generate(prompts, finished=told, **rest)
 
     texts = [[MATH + END, f"The answer is 42.{END}"], [f"nothing{END}"]]
-    engine = Announcing(tokenizer, [list(turns) for turns in texts])
+    engine = Waiting(tokenizer, [list(turns) for turns in texts])
     tasks = [make_task(number) for number in range(2)]
     limits: dict[str, Any] = {"max_turns": 2, "max_new_tokens": 200, "max_total_len": 1000, "temperature": 0.8}
     found = run_episodes(engine, ChatEncoder(tokenizer), tokenizer, tasks, keys=[0, 1], toolbox=Asked(), **limits)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_runs import CPU, assistant, documents, make_model, make_set, make_tokenizer, pairs, prompts, user
+from turn_engines import TurnByTurn
 
 from pipeline.checkpoint.files import model_meta, save_model
 from pipeline.checkpoint.lora import lora_meta
@@ -183,7 +184,7 @@ class Fixed:
         return [0.25] * len(items)
 
 
-class ScriptedEngine:
+class ScriptedEngine(TurnByTurn):
     """Says what it was told to: texts by call and row, ended by themselves unless they end in an ellipsis."""
 
     def __init__(self, tokenizer: Tokenizer, script: list[list[str]]) -> None:
@@ -191,9 +192,7 @@ class ScriptedEngine:
         self.keys: list[list[int]] = []
         self.greedy: list[bool | list[bool]] = []
 
-    def generate(
-        self, prompts: Any, *, keys: Any, max_new_tokens: Any, temperature: float, greedy: Any = False, **_: Any
-    ) -> list[Completion]:
+    def turn(self, prompts: Any, *, keys: Any, temperature: float, greedy: Any, **_: Any) -> list[Completion]:
         assert temperature == 0.7
         self.keys.append(list(keys))
         self.greedy.append(greedy)

@@ -37,6 +37,7 @@ from tiny_runs import (
     user,
 )
 from torch import Tensor
+from turn_engines import TurnByTurn
 
 from pipeline.data.prompts import PromptTask
 from pipeline.errors import NumericsError
@@ -480,15 +481,13 @@ def test_what_breaks_the_reward_model_earns_the_worst(sets: Path, tokenizer: Tok
     assert {scored.terms["model"] for scored in collected.scored} == {-3.0}
 
 
-class ScriptedEngine:
+class ScriptedEngine(TurnByTurn):
     """Writes a call, then an answer that its key decides, with the logprobs that the model gives them."""
 
     def __init__(self, model: CausalLM, tokenizer: Tokenizer) -> None:
         self.model, self.tokenizer = model, tokenizer
 
-    def generate(
-        self, prompts: Any, *, keys: Any, max_new_tokens: Any, temperature: float, greedy: bool = False, **_: Any
-    ) -> list[Completion]:
+    def turn(self, prompts: Any, *, keys: Any, temperature: float, **_: Any) -> list[Completion]:
         return [self.complete(list(prompt), key, temperature) for prompt, key in zip(prompts, keys, strict=True)]
 
     @torch.no_grad()

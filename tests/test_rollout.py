@@ -2,17 +2,21 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from pipeline.errors import ParamsError
 from pipeline.model.config import ModelConfig
+from pipeline.model.inference import InferenceModel
+from pipeline.model.kv_cache import KVCache
 from pipeline.model.packing import pack
 from pipeline.model.transformer import CausalLM
-from pipeline.rollout.records import Completion, StopReason, Trajectory, Turn, completion_tensors
+from pipeline.rollout.records import Completion, NextTurn, StopReason, Trajectory, Turn, completion_tensors
 from pipeline.rollout.sampling import draw, fold_key, uniforms
 from pipeline.rollout.torch_engine import TorchRolloutEngine
 from pipeline.rollout.truncation import Truncation
@@ -81,10 +85,12 @@ def full_logprobs(model: CausalLM, prompt: Sequence[int], ids: Sequence[int], te
     return torch.log_softmax(logits.double() / temperature, dim=-1)
 
 
-def assert_same(left: Sequence[Completion], right: Sequence[Completion]) -> None:
+def assert_same(left: Sequence[Completion | None], right: Sequence[Completion | None], atol: float = 1e-5) -> None:
     for a, b in zip(left, right, strict=True):
-        assert a.ids == b.ids and a.stop == b.stop
-        torch.testing.assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=1e-5, rtol=0)
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            assert a.ids == b.ids and a.stop == b.stop
+            torch.testing.assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=atol, rtol=0)
 
 
 @pytest.mark.parametrize("use_moe", [False, True])
@@ -149,40 +155,53 @@ def test_text_depends_on_prompt_and_key_alone(model: CausalLM, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("use_moe", [False, True])
-def test_a_next_turn_from_memory_is_the_next_turn_without(use_moe: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_next_turn_reads_on_where_the_last_has_ended(use_moe: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(use_moe=use_moe)
-    engine = make_engine(model)
-
-    def turns(engine: TorchRolloutEngine, *, remember: Sequence[bool]) -> list[list[Completion]]:
-        contexts, previous, said = [list(prompt) for prompt in PROMPTS], [None] * len(PROMPTS), []
-        for turn in range(3):
-            keys = [key + 100 * turn for key in KEYS]
-            done = engine.generate(
-                contexts, keys=keys, max_new_tokens=8, temperature=0.7, previous=previous, remember=any(remember)
-            )
-            said.append(done)
-            new = [[3, 8, 20 + row][: 1 + (row + turn) % 3] for row in range(len(PROMPTS))]
-            contexts = [[*context, *c.ids, *ids] for context, c, ids in zip(contexts, done, new, strict=True)]
-            previous = [c if keep else None for c, keep in zip(done, remember, strict=True)]
-        return said
-
-    fresh = turns(engine, remember=[False] * len(PROMPTS))
-    assert all(completion.memory is None for done in fresh for completion in done)
-    mixed = [row % 3 != 0 for row in range(len(PROMPTS))]
-    read = []
-    hidden = model.hidden
-    monkeypatch.setattr(model, "hidden", lambda ids, cache: read.append(tuple(ids.shape)) or hidden(ids, cache=cache))
-    for expected, done in zip(fresh, turns(engine, remember=[True] * len(PROMPTS)), strict=True):
+    turns = partial(play_turns, prompts=PROMPTS, keys=KEYS, greedy=[False] * len(PROMPTS), ends=lambda key, turn: key % 3 == turn)
+    apart = turns(make_engine(model), apart=True)
+    assert any(completion is None for completion in apart[1]) and any(completion for completion in apart[2])
+    read = spy_on_forwards(monkeypatch)
+    monkeypatch.setattr("pipeline.rollout.rows.JOIN_FRAC", 1.0)
+    for expected, done in zip(apart, turns(make_engine(model)), strict=True):
         assert_same(expected, done)
-    # later turns read the last sampled id and what is new: at most 4 positions
+    # later turns read the last sampled id and what is new: at most 6 positions
     prefills = [shape for shape in read if shape[1] > 1]
-    assert prefills[0][1] == 11 and len(prefills) == 3 and {shape[1] for shape in prefills[1:]} == {4}
-    for rows, prefill in ((64, 7), (3, 100), (1, 1)):
+    assert prefills[0][1] == 11 and 1 < len(prefills) and all(length <= 6 for _, length in prefills[1:])
+    for rows, prefill, join_frac in ((64, 7, 0.0), (3, 100, 0.1), (1, 1, 0.5)):
         monkeypatch.setattr("pipeline.rollout.rows.PREFILL_TOKENS", prefill)
+        monkeypatch.setattr("pipeline.rollout.rows.JOIN_FRAC", join_frac)
         for padding in (0, 10, 1000):
             monkeypatch.setattr("pipeline.rollout.block_decode.BLOCK_PADDING", {"cpu": padding})
-            for expected, done in zip(fresh, turns(make_engine(model, max_rows=rows), remember=mixed), strict=True):
+            for expected, done in zip(apart, turns(make_engine(model, max_rows=rows)), strict=True):
                 assert_same(expected, done)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_next_turn_joins_beside_rows_that_go_on(static: bool, model: CausalLM) -> None:
+    told: list[str] = []
+
+    def finished(number: int, completion: Completion) -> Callable[[], NextTurn | None] | None:
+        told.append(f"{number} ends")
+        if number or told.count("0 ends") > 1:
+            return None
+        return lambda: told.append("0 goes on") or NextTurn([5, 6, 7, *completion.ids, 9], 3, 2)
+
+    engine = make_engine(model, static=static, stop_ids=[])
+    engine.generate([[5, 6, 7], [8, 9]], keys=[1, 2], max_new_tokens=[4, 60], temperature=0.7, finished=finished)
+    assert told == ["0 ends", "0 goes on", "0 ends", "1 ends"]
+
+
+def spy_on_forwards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Rows and positions of every forward to come."""
+    shapes: list[tuple[int, ...]] = []
+    hidden = InferenceModel.hidden
+
+    def noted(model: InferenceModel, input_ids: Tensor, cache: KVCache) -> Tensor:
+        shapes.append(tuple(input_ids.shape))
+        return hidden(model, input_ids, cache)
+
+    monkeypatch.setattr(InferenceModel, "hidden", noted)
+    return shapes
 
 
 @pytest.mark.parametrize("use_moe", [False, True])
@@ -190,9 +209,7 @@ def test_flags_per_row_give_what_two_calls_give(use_moe: bool, monkeypatch: pyte
     model = make_model(use_moe=use_moe)
     sampled, greedy = (sample(make_engine(model), greedy=flag) for flag in (False, True))
     assert any(a.ids != b.ids for a, b in zip(sampled, greedy, strict=True))
-    read: list[tuple[int, ...]] = []
-    hidden = model.hidden
-    monkeypatch.setattr(model, "hidden", lambda ids, cache: read.append(tuple(ids.shape)) or hidden(ids, cache=cache))
+    read = spy_on_forwards(monkeypatch)
     flags = [False] * len(PROMPTS) + [True] * len(PROMPTS)
     for padding in (0, 1000):
         monkeypatch.setattr("pipeline.rollout.block_decode.BLOCK_PADDING", {"cpu": padding})
@@ -205,21 +222,49 @@ def test_flags_per_row_give_what_two_calls_give(use_moe: bool, monkeypatch: pyte
 
 
 def play_turns(
-    engine: TorchRolloutEngine, prompts: Sequence[Sequence[int]], keys: Sequence[int], greedy: Sequence[bool], **changes: Any
-) -> list[list[Completion]]:
-    """Three remembered turns per row; limits differ, and so does what is added between turns."""
+    engine: TorchRolloutEngine,
+    prompts: Sequence[Sequence[int]],
+    keys: Sequence[int],
+    greedy: Sequence[bool],
+    *,
+    apart: bool = False,
+    ends: Callable[[int, int], bool] = lambda key, turn: False,
+) -> list[list[Completion | None]]:
+    """Three turns per row, [turn][row]; limits differ, and so does what is added between turns.
+
+    `apart` makes each turn a call of its own, which knows nothing of the one before; a row ends early where `ends` says so.
+    """
     contexts = [list(prompt) for prompt in prompts]
-    previous: list[Completion | None] = [None] * len(prompts)
-    said = []
-    for turn in range(3):
-        limits = [2 + (key + 3 * turn) % 9 for key in keys]
-        turn_keys = [key + 100 * turn for key in keys]
-        options = {"max_new_tokens": limits, "temperature": 0.7, "greedy": greedy, "remember": True} | changes
-        done = engine.generate(contexts, keys=turn_keys, previous=previous, **options)
-        said.append(done)
-        new = [[3, 8, 20, 7, 5][: 1 + (key + turn) % 5] for key in keys]
-        contexts = [[*context, *c.ids, *ids] for context, c, ids in zip(contexts, done, new, strict=True)]
-        previous = list(done) if options["remember"] else previous
+    said: list[list[Completion | None]] = [[None] * len(prompts) for _ in range(3)]
+
+    def next_turn(number: int, turn: int) -> NextTurn:
+        return NextTurn(contexts[number], keys[number] + 100 * turn, 2 + (keys[number] + 3 * turn) % 9)
+
+    def take(number: int, completion: Completion) -> Callable[[], NextTurn | None]:
+        turn = [done[number] for done in said].index(None)
+        said[turn][number] = completion
+        contexts[number] += [*completion.ids, *[3, 8, 20, 7, 5][: 1 + (keys[number] + turn) % 5]]
+        return lambda: None if turn == 2 or ends(keys[number], turn) else next_turn(number, turn + 1)
+
+    def generate(numbers: Sequence[int], turn: int, finished: Callable[[int, Completion], Any]) -> None:
+        turns = [next_turn(number, turn) for number in numbers]
+        engine.generate(
+            [list(each.prompt) for each in turns],
+            keys=[each.key for each in turns],
+            max_new_tokens=[each.max_new_tokens for each in turns],
+            temperature=0.7,
+            greedy=[greedy[number] for number in numbers],
+            finished=finished,
+        )
+
+    if apart:
+        going = list(range(len(prompts)))
+        for turn in range(3):
+            numbers = tuple(going)
+            generate(numbers, turn, lambda index, completion, numbers=numbers: take(numbers[index], completion) and None)
+            going = [number for number in going if not ends(keys[number], turn)]
+    else:
+        generate(range(len(prompts)), 0, take)
     return said
 
 
@@ -232,7 +277,7 @@ def test_no_neighbour_no_order_and_no_uninitialised_memory_changes_a_row(
     prompts += prompts[:6]  # in other company: other keys, other flags
     keys, greedy = list(range(40, 58)), [row % 3 == 0 for row in range(18)]
     alone = [
-        play_turns(make_engine(model), [prompt], [key], [flag], remember=False)
+        play_turns(make_engine(model), [prompt], [key], [flag], apart=True)
         for prompt, key, flag in zip(prompts, keys, greedy, strict=True)
     ]
     try:
@@ -255,12 +300,33 @@ def test_no_neighbour_no_order_and_no_uninitialised_memory_changes_a_row(
             context += [*completion.ids, *[3, 8, 20, 7, 5][: 1 + (key + turn) % 5]]
 
 
-def test_a_prompt_must_go_on_from_its_previous_completion(model: CausalLM) -> None:
+def test_a_next_turn_must_go_on_from_its_completion(model: CausalLM) -> None:
     engine = make_engine(model)
-    (done,) = engine.generate([[5, 6, 7]], keys=[1], max_new_tokens=4, temperature=0.7, remember=True)
-    for prompt in ([5, 6, 8, *done.ids, 1], [5, 6], [5, 6, 7, *done.ids[:-1]]):
-        with pytest.raises(ValueError, match="begin with its previous"):
-            engine.generate([prompt], keys=[1], max_new_tokens=4, temperature=0.7, previous=[done])
+    wrong: list[Callable[[list[int]], tuple[list[int], int]]] = [
+        lambda ids: ([5, 6, 8, *ids, 1], 4),
+        lambda ids: ([5, 6], 4),
+        lambda ids: ([5, 6, 7, *ids[:-1]], 4),
+        lambda ids: ([5, 6, 7, *ids, 1], 0),
+    ]
+    for make in wrong:
+        with pytest.raises(ValueError, match="must begin with its completion's context"):
+            engine.generate(
+                [[5, 6, 7]],
+                keys=[1],
+                max_new_tokens=4,
+                temperature=0.7,
+                finished=lambda _, done, make=make: lambda: NextTurn(make(done.ids)[0], 2, make(done.ids)[1]),
+            )
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_next_turn_must_fit_the_window(static: bool, model: CausalLM) -> None:
+    def finished(number: int, done: Completion) -> Callable[[], NextTurn]:
+        return lambda: NextTurn([5, *done.ids, 3], 2, 63 - len(done.ids))
+
+    engine = make_engine(model, static=static)
+    with pytest.raises(ParamsError, match="max_position_embeddings=64: must be >= 65"):
+        engine.generate([[5]], keys=[1], max_new_tokens=4, temperature=0.7, finished=finished)
 
 
 def test_equal_prompts_with_different_keys_differ(model: CausalLM) -> None:
@@ -322,14 +388,7 @@ def test_a_row_may_fill_the_window(model: CausalLM) -> None:
 
 
 def test_prompts_of_a_group_are_prefilled_once_and_finished_rows_leave(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes: list[tuple[int, ...]] = []
-    hidden = model.hidden
-
-    def counted(input_ids: Tensor, **kwargs: Any) -> Tensor:
-        shapes.append(tuple(input_ids.shape))
-        return hidden(input_ids, **kwargs)
-
-    monkeypatch.setattr(model, "hidden", counted)
+    shapes = spy_on_forwards(monkeypatch)
     prompts = [prompt for prompt in ([5, 6, 7], [9, 8, 7, 6]) for _ in range(8)]
     completions = sample(make_engine(model, stop_ids=range(2, 8)), prompts, list(range(16)))
     assert shapes[0] == (2, 4)
@@ -339,9 +398,7 @@ def test_prompts_of_a_group_are_prefilled_once_and_finished_rows_leave(model: Ca
 
 
 def test_waiting_rows_join_when_others_have_left(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes: list[tuple[int, ...]] = []
-    hidden = model.hidden
-    monkeypatch.setattr(model, "hidden", lambda ids, cache: shapes.append(tuple(ids.shape)) or hidden(ids, cache=cache))
+    shapes = spy_on_forwards(monkeypatch)
     monkeypatch.setattr("pipeline.rollout.block_decode.BLOCK_PADDING", {"cpu": 0})
     prompts = [[index + 1] * (1 + index) for index in range(5)]
     limits = [9, 2, 4, 3, 2]

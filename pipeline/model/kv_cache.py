@@ -13,7 +13,7 @@ from pipeline.errors import ParamsError
 from pipeline.model.config import ModelConfig
 
 if TYPE_CHECKING:
-    from pipeline.model.transformer import CausalLM
+    from pipeline.model.inference import InferenceModel
 
 
 class KVBlock:
@@ -31,8 +31,8 @@ class KVBlock:
         self.lengths = lengths
 
     @classmethod
-    def allocate(cls, model: "CausalLM", slots: int, capacity: int, *, written: int = 0) -> Self:
-        """Empty rows in all slots, on the model's device, in the type of its activations (autocast included).
+    def allocate(cls, model: "InferenceModel", slots: int, capacity: int, *, written: int = 0) -> Self:
+        """Empty rows in all slots, on the model's device, in the type of its products.
 
         Args:
             model: whose keys and values are kept.
@@ -45,11 +45,8 @@ class KVBlock:
         """
         config = model.config
         cls.check_capacity(config, capacity)
-        device = model.lm_head.weight.device
-        autocast = torch.is_autocast_enabled(device.type)
-        dtype = torch.get_autocast_dtype(device.type) if autocast else model.lm_head.weight.dtype
         shape = (config.num_hidden_layers, 2, slots, config.num_key_value_heads, capacity + 1, config.head_dim)
-        states = torch.empty(shape, dtype=dtype, device=device)
+        states = torch.empty(shape, dtype=model.dtype, device=model.device)
         # Zeros, because a masked position still enters the weighted sum of values as 0 * value, and 0 * NaN is NaN.
         states[..., written:, :].zero_()
         return cls(states, [0] * slots)
@@ -108,6 +105,11 @@ class KVBlock:
                 numbers.pop()
         return numbers
 
+    def fit(self) -> None:
+        """Gives up the slots that no row stands in."""
+        if len(self) < self.slots:
+            self.states = self.states[:, :, : len(self)].clone()
+
     def absorb(self, other: "KVBlock") -> None:
         """Appends the rows of another block, for which there must be slots."""
         for row in range(len(other)):
@@ -133,7 +135,7 @@ class Span(NamedTuple):
 
 
 class KVCache:
-    """The attention memory of `CausalLM.hidden(input_ids, cache=...)`: the rows of its blocks, one behind the other.
+    """The attention memory of `InferenceModel.hidden(input_ids, cache)`: the rows of its blocks, one behind the other.
 
     A forward writes T new positions behind each row's own length; it does not move the lengths. `advance` does, by as many
     positions per row as are to be kept: rows of one forward may be right-padded, and what lies behind a row's length is
@@ -182,6 +184,11 @@ class KVCache:
                 raise ValueError(f"KVCache.advance: a row of {max(after)} positions exceeds the capacity of {block.capacity}")
         for block, after in zip(self.blocks, lengths, strict=True):
             block.lengths = after
+
+    def fit(self) -> None:
+        """Gives up the slots that no row stands in."""
+        for block in self.blocks:
+            block.fit()
 
     def keep(self, going: Sequence[bool], *, padding: int) -> list[int]:
         """Drops the other rows and joins blocks that became small; returns for each row left the number that it had.

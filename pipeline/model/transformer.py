@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline.errors import ParamsError
 from pipeline.model.config import ModelConfig
-from pipeline.model.kv_cache import CacheForward, KVCache, Span
 from pipeline.model.moe import MixtureOfExperts, RouterStats, SwiGLU
 from pipeline.model.norm import RMSNorm
 from pipeline.model.packing import Packing
@@ -44,9 +43,8 @@ class Rotation(nn.Module):
 class Attention(nn.Module):
     """Causal grouped-query attention; queries and keys are normalised per head before the rotation."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.layer = layer
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
@@ -63,15 +61,13 @@ class Attention(nn.Module):
         self,
         x: Tensor,
         rotation: tuple[Tensor, Tensor],
-        cache: CacheForward | None = None,
         packing: Packing | None = None,
     ) -> Tensor:
-        """Attends causally, within `x` or over the cache as well.
+        """Attends causally.
 
         Args:
             x: [B, T, W].
             rotation: cosines and sines of the T positions.
-            cache: where keys and values are kept.
             packing: how `x`, with B = 1, is made up of rows.
 
         Returns:
@@ -83,49 +79,24 @@ class Attention(nn.Module):
         v = self.v_proj(x).view(batch, length, self.num_kv_heads, self.head_dim)
         rotated = apply_rope(torch.cat((q, k), dim=2), *rotation).to(v.dtype)
         q, k = rotated.split((self.num_heads, self.num_kv_heads), dim=2)
+        # one key head per query head, because not every fused kernel knows grouped queries
+        repeats = self.num_heads // self.num_kv_heads
+        k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
+        dropout = self.dropout if self.training else 0.0
         if packing is not None:
-            mixed = packing.attend(q, *self._repeated(k, v), self.dropout if self.training else 0.0)
-        elif cache is None:
-            mixed = self._causal(q, k, v)
+            mixed = packing.attend(q, k, v, dropout)
         else:
-            mixed = torch.cat([self._cached(q, k, v, span) for span in cache.write(self.layer, k, v)])
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True).transpose(1, 2)
         return self.o_proj(mixed.reshape(batch, length, -1))
-
-    def _causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Full causal attention, [B, T, H, D]."""
-        k, v = self._repeated(k, v)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        dropout = self.dropout if self.training else 0.0
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True).transpose(1, 2)
-
-    def _repeated(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, T, H, D] of [B, T, K, D]: one key head per query head, because not every fused kernel knows grouped queries."""
-        repeats = self.num_heads // self.num_kv_heads
-        return k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
-
-    def _cached(self, q: Tensor, k: Tensor, v: Tensor, span: Span) -> Tensor:
-        """Attention of a span's rows over what is cached of them, [rows, T, H, D]; `q`, `k` and `v` are the new positions.
-
-        The queries that share a key head are laid out as further queries of that head: nothing is repeated but the mask.
-        """
-        q = q[span.rows]
-        if span.mask is None:
-            return self._causal(q, k[span.rows], v[span.rows])
-        batch, length, _, head_dim = q.shape
-        repeats = self.num_heads // self.num_kv_heads
-        grouped = q.transpose(1, 2).reshape(batch, self.num_kv_heads, repeats * length, head_dim)
-        mask = span.mask if length == 1 else span.mask.repeat(1, 1, repeats, 1)
-        dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(grouped, span.keys, span.values, mask, dropout_p=dropout)
-        return mixed.view(batch, self.num_heads, length, head_dim).transpose(1, 2)
 
 
 class Block(nn.Module):
     """One layer. Under autocast the sublayers work in bf16; adding them to the fp32 stream `x` keeps the stream fp32."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.self_attn = Attention(config, layer)
+        self.self_attn = Attention(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MixtureOfExperts(config) if config.use_moe else SwiGLU(config.hidden_size, config.intermediate_size)
@@ -171,7 +142,7 @@ class Decoder(nn.Module):
         self.gradient_checkpointing = False
         self.compiled = False
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotation = Rotation(config)
         self.router_stats: list[RouterStats] = []
@@ -180,28 +151,21 @@ class Decoder(nn.Module):
         # The statistics hang on the last forward's graph, which can neither be copied nor pickled.
         return {**self.__dict__, "router_stats": []}
 
-    def forward(
-        self, input_ids: Tensor, cache: KVCache | None = None, visible: Tensor | None = None, packing: Packing | None = None
-    ) -> Tensor:
+    def forward(self, input_ids: Tensor, visible: Tensor | None = None, packing: Packing | None = None) -> Tensor:
         """See `Backbone.hidden`."""
         length = input_ids.shape[1]
         longest = length if packing is None else packing.longest
         limit = self.config.max_position_embeddings
         if longest > limit:
             raise ParamsError(f"model.max_position_embeddings={limit}: must be >= {longest}, the length of a sequence in use")
-        opened = None if cache is None else cache.open(length)
-        positions = torch.arange(length, device=input_ids.device)
-        if opened is not None:
-            positions = opened.positions
-        elif packing is not None:
-            positions = packing.positions
+        positions = torch.arange(length, device=input_ids.device) if packing is None else packing.positions
         rotation = self.rotation(positions)
         x = self.embed_tokens(input_ids)
         self.router_stats = []
-        plain = cache is None and packing is None and not self.config.use_moe
+        plain = packing is None and not self.config.use_moe
         layer: Layer = _compiled_layer() if self.compiled and plain and torch.is_grad_enabled() else _run_layer
         for block in self.layers:
-            args = (block, x, visible, rotation, opened, packing)
+            args = (block, x, visible, rotation, packing)
             recompute = self.gradient_checkpointing and torch.is_grad_enabled()
             x, stats = checkpoint(layer, *args, use_reentrant=False) if recompute else layer(*args)
             if stats is not None:
@@ -231,7 +195,6 @@ class Backbone(nn.Module):
         self,
         input_ids: Tensor,
         *,
-        cache: KVCache | None = None,
         visible: Tensor | None = None,
         packing: Packing | None = None,
     ) -> Tensor:
@@ -239,15 +202,13 @@ class Backbone(nn.Module):
 
         Args:
             input_ids: [B, T]; rows are right-padded, a pad position never influences an earlier one.
-            cache: without one, positions are 0..T-1. With one, each row goes on at its own length: keys and values are
-                written behind it, and `cache.advance` makes them visible afterwards.
             visible: [B, T] bool, True where a token counts in the router's statistics; None counts all, padding included.
             packing: where `input_ids` are those of a packing, [1, N]: each row has its own positions and sees itself alone.
 
         Raises:
             ParamsError: a position lies beyond model.max_position_embeddings.
         """
-        return self.model(input_ids, cache, visible, packing)
+        return self.model(input_ids, visible, packing)
 
     def router_aux_loss(self) -> Tensor:
         """Load-balancing loss of the last forward, summed over layers, scalar; 0 for a dense model or in evaluation mode."""

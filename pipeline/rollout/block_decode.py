@@ -3,16 +3,15 @@
 Dimensions: N rows of a batch, V vocabulary.
 """
 
-from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from pipeline.model.inference import InferenceModel
 from pipeline.model.kv_cache import KVBlock, KVCache
-from pipeline.model.transformer import CausalLM
-from pipeline.rollout.rows import BLOCK_PADDING, Row, in_blocks, read_prompts, readers, written_by_prefill
+from pipeline.rollout.rows import BLOCK_PADDING, Queue, Row, in_blocks, read_prompts, readers, written_by_prefill
 from pipeline.rollout.sampling import draw, uniforms
 from pipeline.rollout.truncation import Truncation
 
@@ -24,59 +23,57 @@ class BlockDecoder:
     The host knows every length and waits for every id, which costs a CPU nothing.
 
     Attributes:
-        model, stop_ids, pad_id, max_rows, truncation: see `TorchRolloutEngine`.
+        stop_ids, pad_id, max_rows, truncation: see `TorchRolloutEngine`.
     """
 
-    model: CausalLM
     stop_ids: Collection[int]
     pad_id: int
     max_rows: int
     truncation: Truncation | None = None
 
-    def decode(self, rows: Sequence[Row], temperature: float, *, remember: bool) -> None:
+    def decode(self, model: InferenceModel, rows: Sequence[Row], temperature: float) -> None:
         """Fills the completions. Every turn of the loop draws one id for every row that is in the batch."""
-        padding = BLOCK_PADDING[self._device.type]
-        waiting = deque(in_blocks(rows, self.max_rows, padding))
+        padding = BLOCK_PADDING[model.device.type]
+        queue = Queue(rows, self.max_rows)
         batch: list[Row] = []
         cache = KVCache()
-        while batch or waiting:
+        while batch or queue:
             joining: list[Row] = []
             blocks: list[KVBlock] = []
             logits: list[Tensor] = []
-            while waiting and cache.slots + len(joining) + len(waiting[0]) <= self.max_rows:
-                fresh, block, last = self._prefill(waiting.popleft())
+            taken = queue.take(len(batch))
+            if cache.slots + len(taken) > self.max_rows:
+                cache.fit()
+            for rows in in_blocks(taken, padding):
+                fresh, block, last = self._prefill(model, rows)
                 joining += fresh
                 blocks.append(block)
                 logits.append(last)
             # uploaded before the step is queued, so that it does not wait for it
-            noise = self._noise([*batch, *joining])
+            noise = self._noise([*batch, *joining], model.device)
             if batch:
-                logits.insert(0, self._step(batch, cache))
+                logits.insert(0, _step(model, batch, cache))
             batch += joining
             cache.blocks += blocks
+            if not batch:
+                continue  # no finished row had a next turn
             self._record(batch, *self._draw(batch, torch.cat(logits), temperature, noise))
-            if remember:
-                for index, row in enumerate(batch):
-                    if row.finished:
-                        row.remember(cache.read(index))
-            if any(row.finished for row in batch):
-                batch = [batch[index] for index in cache.keep([not row.finished for row in batch], padding=padding)]
+            if not any(row.finished for row in batch):
+                continue
+            for index, row in enumerate(batch):
+                if row.continuation is not None:
+                    row.remember(cache.read(index))
+                    queue.follow(row)
+            batch = [batch[index] for index in cache.keep([not row.finished for row in batch], padding=padding)]
 
-    def _step(self, rows: Sequence[Row], cache: KVCache) -> Tensor:
-        """Reads the last id of every row; logits [N, V] of the next one."""
-        ids = torch.tensor([row.completion.ids[-1:] for row in rows], device=self._device)
-        hidden = self.model.hidden(ids, cache=cache)
-        cache.advance(1)
-        return self.model.head(hidden[:, -1])
-
-    def _noise(self, rows: Sequence[Row]) -> tuple[Tensor | None, Tensor | None]:
+    def _noise(self, rows: Sequence[Row], device: torch.device) -> tuple[Tensor | None, Tensor | None]:
         """What `draw` needs for the next id of every row."""
         sampled = [index for index, row in enumerate(rows) if not row.greedy]
         if not sampled:
             return None, None
         noise = [rows[index].noise[len(rows[index].completion.ids)] for index in sampled]
-        uniform = torch.tensor(noise, dtype=torch.float64, device=self._device)
-        return uniform, None if len(sampled) == len(rows) else torch.tensor(sampled, device=self._device)
+        uniform = torch.tensor(noise, dtype=torch.float64, device=device)
+        return uniform, None if len(sampled) == len(rows) else torch.tensor(sampled, device=device)
 
     def _draw(
         self, rows: Sequence[Row], logits: Tensor, temperature: float, noise: tuple[Tensor | None, Tensor | None]
@@ -92,20 +89,24 @@ class BlockDecoder:
         for row, token, logprob in zip(rows, ids.tolist(), logprobs.tolist(), strict=True):
             row.append(token, logprob, is_stop=token in self.stop_ids)
 
-    def _prefill(self, rows: Sequence[Row]) -> tuple[list[Row], KVBlock, Tensor]:
+    def _prefill(self, model: InferenceModel, rows: Sequence[Row]) -> tuple[list[Row], KVBlock, Tensor]:
         """The rows in another order, a block of their prompts, and the logits [N, V] after them; equal ones are read once."""
         for row, noise in zip(rows, uniforms([row.key for row in rows], max(row.limit for row in rows)).tolist(), strict=True):
             row.noise = noise
         first, sources = readers(rows)
         copies = [(row, source) for row, source in zip(rows, sources, strict=True) if row is not first[source]]
         capacity = max(len(row.prompt) + row.limit for row in rows)
-        block = KVBlock.allocate(self.model, len(rows), capacity, written=written_by_prefill(rows))
-        logits = read_prompts(self.model, first, block, pad_id=self.pad_id)
+        block = KVBlock.allocate(model, len(rows), capacity, written=written_by_prefill(rows))
+        logits = read_prompts(model, first, block, pad_id=self.pad_id)
         for place, (_, source) in enumerate(copies, len(first)):
             block.place(place, block.read(source))
-        order = torch.tensor([*range(len(first)), *(source for _, source in copies)], device=self._device)
+        order = torch.tensor([*range(len(first)), *(source for _, source in copies)], device=model.device)
         return [*first, *(row for row, _ in copies)], block, logits[order]
 
-    @property
-    def _device(self) -> torch.device:
-        return self.model.lm_head.weight.device
+
+def _step(model: InferenceModel, rows: Sequence[Row], cache: KVCache) -> Tensor:
+    """Reads the last id of every row; logits [N, V] of the next one."""
+    ids = torch.tensor([row.completion.ids[-1:] for row in rows], device=model.device)
+    hidden = model.hidden(ids, cache)
+    cache.advance(1)
+    return model.head(hidden[:, -1])

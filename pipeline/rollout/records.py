@@ -44,13 +44,30 @@ class Completion:
         ids: L sampled ids; a sampled `<|im_end|>` is the last of them.
         logprobs: L natural logarithms of the probability each id was drawn with (temperature applied).
         stop: `EOS` or `LENGTH`.
-        memory: What the engine read to get here, kept for a next turn on request; nobody else looks inside.
     """
 
     ids: list[int]
     logprobs: list[float]
     stop: StopReason
-    memory: Any = field(default=None, repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class NextTurn:
+    """What follows a completion in the same context.
+
+    Attributes:
+        prompt: The context to go on from: the completion's prompt, its ids, and at least one id more.
+        key: The random stream of the next completion.
+        max_new_tokens: The most ids of it, at least 1.
+    """
+
+    prompt: Sequence[int]
+    key: int
+    max_new_tokens: int
+
+
+Continuation = Callable[[], NextTurn | None]
+"""Waits, where it must, for what is to follow a completion, and gives it; None where nothing does after all."""
 
 
 class RolloutEngine(Protocol):
@@ -64,11 +81,9 @@ class RolloutEngine(Protocol):
         max_new_tokens: int | Sequence[int],
         temperature: float,
         greedy: bool | Sequence[bool] = False,
-        previous: Sequence[Completion | None] | None = None,
-        remember: bool = False,
-        finished: Callable[[int, Completion], object] | None = None,
+        finished: Callable[[int, Completion], Continuation | None] | None = None,
     ) -> list[Completion]:
-        """One completion per prompt, in the order of the prompts.
+        """One completion per prompt, in the order of the prompts: of its last turn, where it has several.
 
         Args:
             prompts: N contexts, each at least one id long. Equal ones (a group's) share their prefill.
@@ -76,12 +91,9 @@ class RolloutEngine(Protocol):
             max_new_tokens: The most ids to sample, at least 1: for all rows, or one number per row.
             temperature: Divides the logits, > 0. The distribution is not truncated otherwise, and no id is ruled out.
             greedy: Take the most probable id instead of drawing one: for all rows, or one flag per row.
-            previous: Per prompt the completion that it goes on from (None for a first turn): the prompt begins with that
-                completion's prompt and ids. What its memory holds is not read again; the result is the same without.
-            remember: Keep the memory of every completion, as much as the keys and values of its context take, until the
-                completion is dropped.
-            finished: What the engine calls with a prompt's number and its completion as soon as that has its last id, while it
-                goes on with the others. The memory is not there yet.
+            finished: What the engine calls with a prompt's number and its completion as soon as that has its last id. What it
+                returns is called in turn when the engine is ready to read on; meanwhile other rows are decoded. Keys and values
+                of the context are kept until then, so that only what is new in a next turn is read.
         """
         ...
 

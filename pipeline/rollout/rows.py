@@ -1,27 +1,30 @@
-"""Rows that are being generated, and the reading of their prompts: equal ones once, similar ones together.
+"""Rows that are being generated, those that wait, and the reading of prompts: equal ones once, similar ones together.
 
 Dimensions: N rows, V vocabulary.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from pipeline.model.inference import InferenceModel
 from pipeline.model.kv_cache import KVBlock, KVCache
-from pipeline.model.transformer import CausalLM
-from pipeline.rollout.records import Completion, StopReason
+from pipeline.rollout.records import Completion, Continuation, StopReason
 
 PREFILL_TOKENS = 2048
 """Padded prompt positions of one forward; bounds the activations of a prefill."""
 BLOCK_PADDING = {"cpu": 1024, "cuda": 65536}
 """Positions that attention may read for nothing in one block of rows, per device: about what another block's operations cost."""
+JOIN_FRAC = 0.125
+"""Rows join when they are so many of those that are being decoded: reading their prompts holds up all others."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Memory:
-    """What `Completion.memory` holds: keys and values of all ids of `context`, as `KVBlock.read` gives them."""
+    """Keys and values of all ids of `context`, as `KVBlock.read` gives them: what a next turn need not read again."""
 
     context: tuple[int, ...]
     states: Tensor
@@ -31,19 +34,27 @@ class Memory:
 class Row:
     """A row that is being generated.
 
-    `limit` is the most ids it may get, `memory` what was read of the prompt before, `announce` what is called with the
-    completion at its end, `noise` a random number per id, where the host deals them out.
+    Attributes:
+        prompt, key, greedy: see `RolloutEngine.generate`.
+        limit: the most ids it may get.
+        announce: what is called with the completion at its end.
+        memory: what was read of the prompt before.
+        completion: what it has got so far.
+        noise: a random number per id, where the host deals them out.
+        finished: whether it has its last id.
+        continuation: what `announce` has returned.
     """
 
     prompt: tuple[int, ...]
     key: int
     limit: int
     greedy: bool
-    memory: Memory | None
-    announce: Callable[[Completion], object] | None = None
+    announce: Callable[[Completion], Continuation | None]
+    memory: Memory | None = None
     completion: Completion = field(default_factory=lambda: Completion([], [], StopReason.LENGTH))
     noise: list[float] = field(default_factory=list)
     finished: bool = False
+    continuation: Continuation | None = None
 
     @property
     def known(self) -> int:
@@ -82,21 +93,71 @@ class Row:
         if is_stop:
             self.completion.stop = StopReason.EOS
         self.finished = is_stop or not self.missing
-        if self.finished and self.announce is not None:
-            self.announce(self.completion)
+        if self.finished:
+            self.continuation = self.announce(self.completion)
 
     def remember(self, states: Tensor) -> None:
         """Keeps a copy of the keys and values of `context` for the next turn."""
-        self.completion.memory = Memory(self.context, states.clone(memory_format=torch.contiguous_format))
+        self.memory = Memory(self.context, states.clone(memory_format=torch.contiguous_format))
+
+    def next_turn(self) -> "Row | None":
+        """The row that goes on from this one, which is finished; None where nothing follows.
+
+        Raises:
+            ValueError: the next prompt does not go on from where this row has ended.
+        """
+        turn = self.continuation and self.continuation()
+        if turn is None:
+            return None
+        prompt, read = tuple(turn.prompt), self.context
+        if prompt[: len(read)] != read or len(prompt) == len(read) or turn.max_new_tokens < 1:
+            raise ValueError("generate: a next turn's prompt must begin with its completion's context and add to it")
+        return Row(prompt, turn.key, turn.max_new_tokens, self.greedy, self.announce, self.memory)
 
 
-def in_blocks(rows: Sequence[Row], max_rows: int, padding: int) -> Iterator[list[Row]]:
+class Queue:
+    """Rows that are to be read: those that have waited from the start, and the next turns of those that have finished."""
+
+    def __init__(self, rows: Sequence[Row], max_rows: int) -> None:
+        """Orders the rows, similar prompts side by side.
+
+        Args:
+            rows: those of the first turn.
+            max_rows: most rows that are decoded together.
+        """
+        self._rows = deque(sorted(rows, key=lambda row: (len(row.prompt), row.prompt)))
+        self._finished: list[Row] = []
+        self._max_rows = max_rows
+
+    def __len__(self) -> int:
+        """How many rows are to be read, or may be followed by one that is."""
+        return len(self._rows) + len(self._finished)
+
+    def follow(self, row: Row) -> None:
+        """Has a finished row, which has remembered what was read, followed by its next turn."""
+        self._finished.append(row)
+
+    def take(self, running: int) -> list[Row]:
+        """Rows that join now: all that there is room for beside so many, or none while too few could.
+
+        Whether they join depends on numbers of rows alone, never on how soon a tool has answered: rows that share a batch
+        share their rounding.
+        """
+        room = min(self._max_rows - running, len(self))
+        if room < max(1, JOIN_FRAC * running):
+            return []
+        self._rows += filter(None, [row.next_turn() for row in self._finished])
+        self._finished.clear()
+        return [self._rows.popleft() for _ in range(min(room, len(self._rows)))]
+
+
+def in_blocks(rows: Sequence[Row], padding: int) -> Iterator[list[Row]]:
     """Rows for one block each: similar in length, equal prompts side by side, and all or none with a memory."""
     block: list[Row] = []
     padded = 0
     for row in sorted(rows, key=lambda row: (row.memory is not None, len(row.prompt), row.prompt)):
         padded += len(block) * (len(row.prompt) - len(block[-1].prompt)) if block else 0
-        if block and (len(block) == max_rows or padded > padding or (row.memory is None) != (block[0].memory is None)):
+        if block and (padded > padding or (row.memory is None) != (block[0].memory is None)):
             yield block
             block, padded = [], 0
         block.append(row)
@@ -113,7 +174,7 @@ def readers(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
     return list(first.values()), [numbers[row.source] for row in rows]
 
 
-def read_prompts(model: CausalLM, rows: Sequence[Row], block: KVBlock, *, pad_id: int) -> Tensor:
+def read_prompts(model: InferenceModel, rows: Sequence[Row], block: KVBlock, *, pad_id: int) -> Tensor:
     """Fills the first slots of a block with the rows' prompts; logits [N, V] after them."""
     logits = []
     start = 0
@@ -128,7 +189,7 @@ def written_by_prefill(rows: Sequence[Row]) -> int:
     return min(row.known or len(row.prompt) for row in rows)
 
 
-def _read(model: CausalLM, rows: Sequence[Row], block: KVBlock, start: int, pad_id: int) -> Tensor:
+def _read(model: InferenceModel, rows: Sequence[Row], block: KVBlock, start: int, pad_id: int) -> Tensor:
     """Fills the slots of a block from `start` on with the rows' prompts; logits [N, V] after them."""
     device = block.states.device
     for place, row in enumerate(rows, start):
@@ -137,7 +198,7 @@ def _read(model: CausalLM, rows: Sequence[Row], block: KVBlock, start: int, pad_
     width = max(len(row.unread) for row in rows)
     padded = [[*row.unread, *[pad_id] * (width - len(row.unread))] for row in rows]
     part = block.part(start, start + len(rows))
-    hidden = model.hidden(torch.tensor(padded, device=device), cache=KVCache([part]))
+    hidden = model.hidden(torch.tensor(padded, device=device), KVCache([part]))
     block.lengths[start : start + len(rows)] = [len(row.prompt) for row in rows]
     last = torch.tensor([len(row.unread) - 1 for row in rows], device=device)
     return model.head(hidden[torch.arange(len(rows), device=device), last])

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from pipeline.model.inference import InferenceModel
 from pipeline.model.kv_cache import CacheForward, KVBlock, KVCache, Span
-from pipeline.model.transformer import CausalLM
 from pipeline.rollout.rows import Row
 from pipeline.rollout.sampling import draw_flagged, uniforms
 
@@ -18,9 +18,12 @@ class StaticBatch:
     """All that a decoding step reads and writes, allocated once; on a GPU the step is a CUDA graph.
 
     A slot that nobody is in decodes on for nothing: it goes to position S, which nothing attends to, and stays there.
+
+    Attributes:
+        model: what computes.
     """
 
-    def __init__(self, model: CausalLM, slots: int, capacity: int) -> None:
+    def __init__(self, model: InferenceModel, slots: int, capacity: int) -> None:
         """Empty slots.
 
         Args:
@@ -28,8 +31,8 @@ class StaticBatch:
             slots: N.
             capacity: S, the most positions of a row, its last id included.
         """
-        device = model.lm_head.weight.device
-        self._model = model
+        device = model.device
+        self.model = model
         self._block = KVBlock.allocate(model, slots, capacity)
         self._numbers = torch.arange(slots, device=device)
         self._positions = torch.zeros(slots, dtype=torch.int64, device=device)  # of the last id, which is read next
@@ -100,8 +103,22 @@ class StaticBatch:
         """Makes the content of some slots that of others."""
         source, target = torch.tensor([sources, targets], device=self._positions.device)
         self._block.states[:, :, target] = self._block.states[:, :, source]
-        for tensor in (self._positions, self._greedy, self._ids, self._logprobs, self._noise):
+        for tensor in self._by_slot:
             tensor[target] = tensor[source]
+
+    def lengthened(self, capacity: int) -> "StaticBatch":
+        """A batch with longer slots and the same rows in them."""
+        longer = StaticBatch(self.model, self.slots, capacity)
+        longer.begin(float(self._temperature))
+        longer._block.states[..., : self.capacity, :] = self._block.states[..., :-1, :]
+        for own, new in zip(self._by_slot, longer._by_slot, strict=True):
+            new[tuple(map(slice, own.shape))] = own
+        return longer
+
+    @property
+    def _by_slot(self) -> tuple[Tensor, ...]:
+        """What a slot holds beside keys and values."""
+        return self._positions, self._greedy, self._ids, self._logprobs, self._noise
 
     def read(self, slot: int, length: int) -> Tensor:
         """Keys and values of a row's first positions, as `KVBlock.read` gives them; a view."""
@@ -111,8 +128,8 @@ class StaticBatch:
         """Reads the last ids of the first slots and draws the next ones; nothing in here may depend on what a tensor holds."""
         rows, positions = self._numbers[:width], self._positions[:width]
         forward = _StaticForward(self._block.states[:, :, :width], rows, positions, visible)
-        hidden = self._model.hidden(self._ids[rows, positions][:, None], cache=_StaticCache(forward))
-        logits = self._model.head(hidden[:, 0])
+        hidden = self.model.hidden(self._ids[rows, positions][:, None], _StaticCache(forward))
+        logits = self.model.head(hidden[:, 0])
         ids, logprobs = draw_flagged(logits, self._temperature, self._noise[rows, positions], self._greedy[:width])
         positions += 1
         self._ids[rows, positions] = ids
@@ -147,7 +164,7 @@ class _StaticForward(CacheForward):
 
 
 class _StaticCache(KVCache):
-    """What `CausalLM.hidden` opens a `_StaticForward` with."""
+    """What `InferenceModel.hidden` opens a `_StaticForward` with."""
 
     def __init__(self, forward: _StaticForward) -> None:
         super().__init__()

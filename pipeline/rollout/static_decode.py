@@ -1,14 +1,11 @@
 """Decoding with static shapes, some ids of all rows at a time: a GPU replays one CUDA graph per id, the host waits per burst."""
 
-from collections import deque
 from collections.abc import Collection, Sequence
 
-import torch
-
+from pipeline.model.config import ModelConfig
+from pipeline.model.inference import InferenceModel
 from pipeline.model.kv_cache import KVBlock
-from pipeline.model.transformer import CausalLM
-from pipeline.rollout.decoding_copy import decoding_copy
-from pipeline.rollout.rows import BLOCK_PADDING, Row, in_blocks, read_prompts, readers, written_by_prefill
+from pipeline.rollout.rows import BLOCK_PADDING, Queue, Row, in_blocks, read_prompts, readers, written_by_prefill
 from pipeline.rollout.static_batch import StaticBatch
 
 BURST = 8
@@ -17,8 +14,6 @@ VISIBLE_STEP = 128
 """Attention reads a multiple of so many positions: few shapes to capture, little read for nothing."""
 MIN_WIDTH = 8
 """Fewest slots of a step; fewer rows take no less time."""
-JOIN_FRAC = 0.125
-"""Waiting rows join when so much of the slots is free: reading prompts holds up all others."""
 
 
 class StaticDecoder:
@@ -28,63 +23,50 @@ class StaticDecoder:
     empty, a step is taken over half of them. The model is a dense one: experts choose tokens, and that decides shapes.
     """
 
-    def __init__(
-        self,
-        model: CausalLM,
-        stop_ids: Collection[int],
-        pad_id: int,
-        max_rows: int,
-        autocast_dtype: torch.dtype | None,
-    ) -> None:
-        """See `TorchRolloutEngine`; weights are copied at the start of each call."""
-        if model.config.use_moe:
-            raise ValueError("static shapes need a dense model: which experts a token goes to decides the shapes of a mixture")
-        self._source = model
+    def __init__(self, stop_ids: Collection[int], pad_id: int, max_rows: int) -> None:
+        """See `TorchRolloutEngine`."""
         self._stop_ids = stop_ids
         self._pad_id = pad_id
         self._max_rows = max_rows
-        self._autocast_dtype = autocast_dtype
-        self._model: CausalLM | None = None
         self._batch: StaticBatch | None = None
 
-    def decode(self, rows: Sequence[Row], temperature: float, *, remember: bool) -> None:
-        """Fills the completions."""
+    def decode(self, model: InferenceModel, rows: Sequence[Row], temperature: float) -> None:
+        """Fills the completions.
+
+        Args:
+            model: the same object at every call.
+            rows: what is to be completed.
+            temperature: see `RolloutEngine.generate`.
+        """
         if not rows:
             return
-        model = self._present_weights()
         batch = self._open_batch(model, rows)
         batch.begin(temperature)
-        padding = BLOCK_PADDING[model.lm_head.weight.device.type]
-        waiting = deque(row for block in in_blocks(rows, self._max_rows, padding) for row in block)
+        padding = BLOCK_PADDING[model.device.type]
+        queue = Queue(rows, min(self._max_rows, batch.slots))
         running: dict[int, Row] = {}  # by slot
-        while waiting or running:
+        while running or queue:
+            taken = queue.take(len(running))
+            if not running and not taken:
+                continue  # no finished row had a next turn
+            batch = self._with_room(batch, taken)
             free = [slot for slot in range(batch.slots) if slot not in running]
-            if waiting and len(free) >= min(len(waiting), max(1, int(batch.slots * JOIN_FRAC))):
-                fresh = [waiting.popleft() for _ in range(min(len(waiting), len(free)))]
-                for block in in_blocks(fresh, len(fresh), padding):
-                    slots, free = free[: len(block)], free[len(block) :]
-                    self._join(model, batch, block, slots)
-                    running.update(zip(slots, block, strict=True))
+            for block in in_blocks(taken, padding):
+                slots, free = free[: len(block)], free[len(block) :]
+                self._join(model, batch, block, slots)
+                running.update(zip(slots, block, strict=True))
             width = _compact(batch, running)
             self._burst(batch, running, width)
             for slot, row in list(running.items()):
                 if row.finished:
-                    if remember:
+                    if row.continuation is not None:
                         row.remember(batch.read(slot, row.num_read))
+                        queue.follow(row)
                     del running[slot]
 
-    def _present_weights(self) -> CausalLM:
-        """A copy of the model as it is now; it stays the same object, with tensors at the same addresses."""
-        if self._model is None:
-            self._model = decoding_copy(self._source, self._autocast_dtype)
-        self._model.load_state_dict(self._source.state_dict())
-        return self._model
-
-    def _open_batch(self, model: CausalLM, rows: Sequence[Row]) -> StaticBatch:
+    def _open_batch(self, model: InferenceModel, rows: Sequence[Row]) -> StaticBatch:
         """The batch of the call before, or a larger one where it is too small for these rows."""
-        slots = min(self._max_rows, len(rows))
-        longest = max(len(row.prompt) + row.limit for row in rows)
-        capacity = min(_round_up(longest, VISIBLE_STEP), model.config.max_position_embeddings)
+        slots, capacity = min(self._max_rows, len(rows)), _capacity(rows, model.config)
         if self._batch is not None:
             if self._batch.slots >= slots and self._batch.capacity >= capacity:
                 return self._batch
@@ -93,7 +75,14 @@ class StaticDecoder:
         self._batch = StaticBatch(model, slots, capacity)
         return self._batch
 
-    def _join(self, model: CausalLM, batch: StaticBatch, rows: Sequence[Row], slots: Sequence[int]) -> None:
+    def _with_room(self, batch: StaticBatch, rows: Sequence[Row]) -> StaticBatch:
+        """The batch, or a copy with longer slots where one of the rows, a later turn, does not fit."""
+        capacity = _capacity(rows, batch.model.config)
+        if capacity > batch.capacity:
+            batch = self._batch = batch.lengthened(capacity)
+        return batch
+
+    def _join(self, model: InferenceModel, batch: StaticBatch, rows: Sequence[Row], slots: Sequence[int]) -> None:
         """Reads prompts, equal ones once, and puts the rows into slots."""
         first, sources = readers(rows)
         longest = max(len(row.prompt) for row in first)
@@ -124,6 +113,13 @@ def _compact(batch: StaticBatch, running: dict[int, Row]) -> int:
         for source, target in zip(outside, free, strict=True):
             running[target] = running.pop(source)
     return width
+
+
+def _capacity(rows: Sequence[Row], config: ModelConfig) -> int:
+    """How many positions the longest of the rows may take, rounded up."""
+    longest = max((len(row.prompt) + row.limit for row in rows), default=0)
+    KVBlock.check_capacity(config, longest)
+    return min(_round_up(longest, VISIBLE_STEP), config.max_position_embeddings)
 
 
 def _round_up(number: int, step: int) -> int:

@@ -6,17 +6,17 @@ from functools import partial
 
 import torch
 
-from pipeline.model.kv_cache import KVBlock
+from pipeline.model.inference import InferenceModel
 from pipeline.model.transformer import CausalLM
 from pipeline.rollout.block_decode import BlockDecoder
-from pipeline.rollout.records import Completion
+from pipeline.rollout.records import Completion, Continuation
 from pipeline.rollout.rows import Row
 from pipeline.rollout.static_decode import StaticDecoder
 from pipeline.rollout.truncation import Truncation
 
 
 class TorchRolloutEngine:
-    """A `RolloutEngine` over a model that others may train meanwhile: every call samples from its present weights.
+    """A `RolloutEngine` over a model that others may train meanwhile: every call samples from a copy of its present weights.
 
     Rows of equal prompt are prefilled once, and a later turn of an episode reads only what is new in it. Logits are computed at
     last positions only, and logprobs are recorded from the logits that were sampled from. An id's random number depends on its
@@ -42,24 +42,26 @@ class TorchRolloutEngine:
             pad_id: Fills prompts to equal length. It can be sampled like any other id.
             max_rows: Most rows in memory together, >= 1; others wait until there is room.
             autocast_dtype: Mixed precision of the forward passes; None for the weights' own.
-            static: Decode with static shapes, on a GPU as CUDA graphs (`StaticDecoder`, which keeps a copy of the weights), or
-                with shapes that follow the rows (`BlockDecoder`). None takes static shapes where the model lies on a GPU and
-                is dense: which experts a token goes to decides shapes. With static shapes the model keeps the layers it has
-                at the first call; adapters are added or merged before.
+            static: Decode with static shapes, on a GPU as CUDA graphs (`StaticDecoder`), or with shapes that follow the rows
+                (`BlockDecoder`). None takes static shapes where the model lies on a GPU and is dense: which experts a token
+                goes to decides shapes.
             truncation: For inference, what is ruled out of the distribution; its shapes follow the rows. Logprobs are those of
                 the truncated distribution.
         """
         if max_rows < 1:
             raise ValueError(f"max_rows={max_rows}: must be >= 1")
-        self._model = model
-        self._autocast_dtype = autocast_dtype
         if static is None:
-            static = self._device.type == "cuda" and not model.config.use_moe and truncation is None
+            static = model.lm_head.weight.device.type == "cuda" and not model.config.use_moe and truncation is None
+        if static and model.config.use_moe:
+            raise ValueError("static shapes need a dense model: which experts a token goes to decides the shapes of a mixture")
+        self._source = model
+        self._autocast_dtype = autocast_dtype
+        self._model: InferenceModel | None = None
         self._decoder: BlockDecoder | StaticDecoder
         if static:
-            self._decoder = StaticDecoder(model, frozenset(stop_ids), pad_id, max_rows, autocast_dtype)
+            self._decoder = StaticDecoder(frozenset(stop_ids), pad_id, max_rows)
         else:
-            self._decoder = BlockDecoder(model, frozenset(stop_ids), pad_id, max_rows, truncation)
+            self._decoder = BlockDecoder(frozenset(stop_ids), pad_id, max_rows, truncation)
 
     def generate(
         self,
@@ -69,50 +71,49 @@ class TorchRolloutEngine:
         max_new_tokens: int | Sequence[int],
         temperature: float,
         greedy: bool | Sequence[bool] = False,
-        previous: Sequence[Completion | None] | None = None,
-        remember: bool = False,
-        finished: Callable[[int, Completion], object] | None = None,
+        finished: Callable[[int, Completion], Continuation | None] | None = None,
     ) -> list[Completion]:
         """See `RolloutEngine.generate`.
 
         Raises:
-            ValueError: An empty prompt, a limit below 1, a temperature that is not positive, counts that differ, or a prompt
-                that does not go on from where its previous completion ended.
+            ValueError: An empty prompt, a limit below 1, a temperature that is not positive, counts that differ, or a next turn
+                that does not go on from where its completion ended.
             ParamsError: A prompt and its new tokens exceed the model's window.
         """
         limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
         greedy = [greedy] * len(prompts) if isinstance(greedy, bool) else greedy
-        previous = previous or [None] * len(prompts)
-        if not len(prompts) == len(keys) == len(limits) == len(greedy) == len(previous):
+        if not len(prompts) == len(keys) == len(limits) == len(greedy):
             raise ValueError(
-                f"{len(prompts)} prompts, {len(keys)} keys, {len(limits)} limits, {len(greedy)} greedy flags, "
-                f"{len(previous)} previous completions: must be equally many"
+                f"{len(prompts)} prompts, {len(keys)} keys, {len(limits)} limits, {len(greedy)} greedy flags: "
+                "must be equally many"
             )
         if temperature <= 0 or min(limits, default=1) < 1 or not all(len(prompt) for prompt in prompts):
             raise ValueError("generate: temperature must be > 0, max_new_tokens >= 1, and no prompt empty")
+        last: dict[int, Completion] = {}
+
+        def announce(number: int, completion: Completion) -> Continuation | None:
+            last[number] = completion
+            return finished(number, completion) if finished else None
+
         rows = [
-            Row(tuple(prompt), key, limit, flag, before.memory if before else None, finished and partial(finished, number))
-            for number, (prompt, key, limit, flag, before) in enumerate(zip(prompts, keys, limits, greedy, previous, strict=True))
+            Row(tuple(prompt), key, limit, flag, partial(announce, number))
+            for number, (prompt, key, limit, flag) in enumerate(zip(prompts, keys, limits, greedy, strict=True))
         ]
-        for row in rows:
-            if row.memory and (not row.unread or row.prompt[: row.known] != row.memory.context):
-                raise ValueError("generate: a prompt must begin with its previous completion's context and add to it")
-        KVBlock.check_capacity(self._model.config, max((len(row.prompt) + row.limit for row in rows), default=0))
-        with self._inference():
-            self._decoder.decode(rows, temperature, remember=remember)
-        return [row.completion for row in rows]
+        with self._inference() as model:
+            self._decoder.decode(model, rows, temperature)
+        return [last[number] for number in range(len(rows))]
 
     @contextlib.contextmanager
-    def _inference(self) -> Iterator[None]:
-        """Evaluation mode (no dropout: the sampling distribution is the one that is scored), no gradients, autocast."""
-        device, dtype, was_training = self._device, self._autocast_dtype, self._model.training
-        self._model.eval()
+    def _inference(self) -> Iterator[InferenceModel]:
+        """The model with its present weights, without dropout: the sampling distribution is the one that is scored."""
+        was_training = self._source.training
+        self._source.eval()
         try:
-            with torch.inference_mode(), torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-                yield
+            if self._model is None:
+                self._model = InferenceModel(self._source, self._autocast_dtype)
+            else:
+                self._model.refresh()
+            with torch.inference_mode():
+                yield self._model
         finally:
-            self._model.train(was_training)
-
-    @property
-    def _device(self) -> torch.device:
-        return self._model.lm_head.weight.device
+            self._source.train(was_training)
