@@ -138,7 +138,7 @@ class Queue:
         self._finished.append(row)
 
     def take(self, running: int) -> list[Row]:
-        """Rows that join now: all that there is room for beside so many, or none while too few could.
+        """Rows that join now: all that there is room for beside so many, or none while too few could; next turns come first.
 
         Whether they join depends on numbers of rows alone, never on how soon a tool has answered: rows that share a batch
         share their rounding.
@@ -146,7 +146,8 @@ class Queue:
         room = min(self._max_rows - running, len(self))
         if room < max(1, JOIN_FRAC * running):
             return []
-        self._rows += filter(None, [row.next_turn() for row in self._finished])
+        # first, because what they have read before takes memory
+        self._rows.extendleft(filter(None, [row.next_turn() for row in reversed(self._finished)]))
         self._finished.clear()
         return [self._rows.popleft() for _ in range(min(room, len(self._rows)))]
 
