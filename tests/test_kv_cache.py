@@ -147,6 +147,44 @@ def test_rows_of_several_blocks_leave_in_any_order(data):
                 assert cache.slots == len(cache) == len(rows)
 
 
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_rows_that_share_prefixes_are_rows_of_their_own(data):
+    """Whoever leaves, and whenever the others part with their prefixes, each goes on from where it was."""
+    model = MODELS[data.draw(st.sampled_from(["dense", "ungrouped", "experts"]))]
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    lengths = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
+    prompts = [torch.randint(53, (length,), generator=generator).tolist() for length in lengths]
+    sources = data.draw(st.lists(st.integers(0, len(prompts) - 1), min_size=1, max_size=7))
+    padding = data.draw(st.sampled_from([-1, 5, 20]))
+    cache, plain = KVCache(), make_cache(model, 2, 20)
+    with torch.inference_mode():
+        prefixes = make_cache(model, len(prompts), max(lengths))
+        append(model, prefixes, prompts)
+        append(model, plain, [[1, 2], [3]])
+        cache.blocks = [KVBlock.behind(prefixes.blocks[0], sources, model, 12), *plain.blocks]
+        rows = [*(prompts[source] for source in sources), [1, 2], [3]]
+        kept = prefixes.blocks[0].states.clone()
+        assert cache.blocks[0].saved == sum(len(prompts[s]) for s in sources) - sum(len(prompts[s]) for s in set(sources))
+        while rows:
+            assert cache.lengths == [len(row) for row in rows]
+            chunk = torch.randint(53, (len(rows), 1), generator=generator).tolist()
+            rows = [[*row, *ids] for row, ids in zip(rows, chunk, strict=True)]
+            for piece, row in zip(append(model, cache, chunk), rows, strict=True):
+                torch.testing.assert_close(piece[-1], whole(model, row)[-1], **CLOSE)
+            stays = [len(row) < 12 and data.draw(st.booleans()) for row in rows]
+            left = cache.keep(stays, padding=padding)
+            assert sorted(left) == [row for row, flag in enumerate(stays) if flag]
+            assert all(block.prefixes is None or block.saved > padding for block in cache.blocks)
+            rows = [rows[row] for row in left]
+            for index, row in enumerate(rows):
+                assert cache.read(index).shape[3] == len(row)
+            if data.draw(st.booleans()):
+                cache.fit()
+                assert cache.slots == len(cache)
+        assert torch.equal(prefixes.blocks[0].states, kept)
+
+
 def test_small_blocks_are_joined_where_that_wastes_little():
     model = MODELS["dense"]
     for padding, blocks in ((8, 1), (7, 2)):
@@ -231,7 +269,12 @@ def test_limits_are_named():
         with pytest.raises(ValueError, match="a row of 5 positions exceeds the capacity of 4"):
             cache.advance(1)
         cache.advance([0, 1])
-    assert cache.lengths == [4, 2]
+        assert cache.lengths == [4, 2]
+        behind = KVCache([KVBlock.behind(cache.blocks[0], [0, 0, 1], model, 3)])
+        behind.advance([3, 2, 0])
+        assert behind.lengths == [7, 6, 2]
+        with pytest.raises(ValueError, match="a row of 4 positions exceeds the capacity of 3"):
+            behind.advance([1, 0, 0])
 
 
 def test_the_whole_window_can_be_used():

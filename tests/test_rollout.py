@@ -16,6 +16,7 @@ from pipeline.model.inference import InferenceModel
 from pipeline.model.kv_cache import KVCache
 from pipeline.model.packing import pack
 from pipeline.model.transformer import CausalLM
+from pipeline.rollout import block_decode
 from pipeline.rollout.records import Completion, NextTurn, StopReason, Trajectory, Turn, completion_tensors
 from pipeline.rollout.sampling import draw, fold_key, uniforms
 from pipeline.rollout.torch_engine import TorchRolloutEngine
@@ -375,7 +376,7 @@ def test_truncation_rules_ids_out_and_changes_the_logprobs_alike(model: CausalLM
             seen = torch.zeros_like(logits, dtype=torch.bool)
             seen[0, [*prompt, *row.ids[:step]]] = True
             expected = Truncation(3, 0.9, 1.3)(logits, seen).log_softmax(dim=-1)[0, token]
-            assert abs(float(expected) - logprob) < 1e-5
+            assert abs(float(expected.detach()) - logprob) < 1e-5
 
 
 def test_a_row_may_fill_the_window(model: CausalLM) -> None:
@@ -395,6 +396,30 @@ def test_prompts_of_a_group_are_prefilled_once_and_finished_rows_leave(model: Ca
     going = [sum(len(completion.ids) > position for completion in completions) for position in range(1, len(shapes))]
     assert going[0] < 16 and going[-1] >= 1
     assert shapes[1:] == [(count, 1) for count in going]
+
+
+def test_a_groups_prompt_is_held_once_while_that_pays(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[tuple[int, int]] = []
+    step = block_decode._step
+
+    def noted(copy: InferenceModel, rows: Sequence[Any], cache: KVCache) -> Tensor:
+        held.append((len(rows), sum(block.saved for block in cache.blocks)))
+        return step(copy, rows, cache)
+
+    monkeypatch.setattr(block_decode, "_step", noted)
+    prompts, limits = [[7] * 30] * 6 + [[8] * 40] * 2, [3, 3, 5, 5, 7, 9, 5, 9]
+    done = {}
+    for padding in (1024, 45):
+        monkeypatch.setattr("pipeline.rollout.block_decode.BLOCK_PADDING", {"cpu": padding})
+        held.clear()
+        done[padding] = sample(make_engine(model, stop_ids=[]), prompts, range(8), max_new_tokens=limits)
+        # five of six rows and one of two need not read their prompt again; two rows of 30 would save no more than padding costs
+        expected = [(8, 190)] * 2 + [(6, 130)] * 2 + [(3, 0)] * 2 + [(2, 0)] * 2
+        assert held == (expected if padding == 45 else [(rows, 0) for rows, _ in expected])
+    assert_same(done[1024], done[45])
+    held.clear()
+    sample(make_engine(model, stop_ids=[], autocast_dtype=torch.bfloat16), prompts, range(8), max_new_tokens=limits)
+    assert {saved for _, saved in held} == {0}  # scores of what is shared are kept as they are, which bf16 would round
 
 
 def test_waiting_rows_join_when_others_have_left(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.model.kv_cache import KVCache, Span
+from pipeline.model.kv_cache import KVCache, Prefixes, Span
 from pipeline.model.lora import LoraLinear
 from pipeline.model.moe import SwiGLU
 from pipeline.model.transformer import Block, CausalLM
@@ -117,6 +117,8 @@ class InferenceModel:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
         rows, num_heads, length, head_dim = q.shape
         grouped = q.reshape(rows, -1, repeats * length, head_dim)
+        if span.prefixes is not None:
+            return _attend_behind(grouped, span, span.prefixes).view(rows, num_heads, length, head_dim).transpose(1, 2)
         mask = span.mask if length == 1 else span.mask.repeat(1, 1, repeats, 1)
         mixed = F.scaled_dot_product_attention(grouped, span.keys, span.values, mask)
         return mixed.view(rows, num_heads, length, head_dim).transpose(1, 2)
@@ -141,6 +143,32 @@ class InferenceModel:
         """The model's weights as they are now: embedding, final norm, layers."""
         layers = [weight for block in self._blocks for weight in _layer(block, self.dtype)]
         return [self._source.lm_head.weight, self._source.model.norm.weight, *layers]
+
+
+def _attend_behind(q: Tensor, span: Span, prefixes: Prefixes) -> Tensor:
+    """Attention of one position per row over the prefix that it shares and over what is its own.
+
+    Args:
+        q: [rows, K, H / K, D].
+        span: what is the rows' own.
+        prefixes: what they share; it is read once for all rows of a prefix.
+
+    Returns:
+        As `q`.
+    """
+
+    def sharing(rows: Tensor) -> Tensor:  # [rows, K, H / K, ...] -> [P, K, G H / K, ...]
+        return rows[prefixes.rows].transpose(1, 2).flatten(2, 3)
+
+    def apart(shared: Tensor) -> Tensor:  # and back
+        return shared.unflatten(2, (-1, q.shape[2])).transpose(1, 2).flatten(0, 1)[prefixes.places]
+
+    assert span.mask is not None  # there is something before the position
+    q = q * q.shape[-1] ** -0.5
+    scores = apart(sharing(q) @ prefixes.keys.transpose(-1, -2)) + prefixes.mask, q @ span.keys.transpose(-1, -2) + span.mask
+    weights = torch.cat(scores, dim=-1).softmax(dim=-1)
+    shared, own = weights.split([part.shape[-1] for part in scores], dim=-1)
+    return apart(sharing(shared) @ prefixes.values) + own @ span.values
 
 
 def _layer(block: Block, dtype: torch.dtype) -> _Layer:

@@ -23,12 +23,20 @@ class KVBlock:
 
     Attributes:
         states: [layers, 2 (keys, values), N, K, S + 1, D].
-        lengths: visible positions of each row.
+        lengths: visible positions of each row, those of its prefix included.
+        prefixes: rows of another block with which rows of this one begin, or None where every row has all of its positions
+            here. Attention reads a prefix once for all rows that share it.
+        sources: with prefixes, which of them each row begins with.
     """
 
-    def __init__(self, states: Tensor, lengths: list[int]) -> None:
+    def __init__(
+        self, states: Tensor, lengths: list[int], prefixes: "KVBlock | None" = None, sources: Sequence[int] = ()
+    ) -> None:
         self.states = states
         self.lengths = lengths
+        self.prefixes = prefixes
+        self.sources = list(sources)
+        self._sharing: _Sharing | None = None
 
     @classmethod
     def allocate(cls, model: "InferenceModel", slots: int, capacity: int, *, written: int = 0) -> Self:
@@ -43,13 +51,17 @@ class KVBlock:
         Raises:
             ParamsError: `capacity` exceeds model.max_position_embeddings.
         """
-        config = model.config
-        cls.check_capacity(config, capacity)
-        shape = (config.num_hidden_layers, 2, slots, config.num_key_value_heads, capacity + 1, config.head_dim)
-        states = torch.empty(shape, dtype=model.dtype, device=model.device)
+        cls.check_capacity(model.config, capacity)
+        states = _empty_states(model, slots, capacity)
         # Zeros, because a masked position still enters the weighted sum of values as 0 * value, and 0 * NaN is NaN.
         states[..., written:, :].zero_()
         return cls(states, [0] * slots)
+
+    @classmethod
+    def behind(cls, prefixes: "KVBlock", sources: Sequence[int], model: "InferenceModel", capacity: int) -> Self:
+        """A row for each of `sources`, which goes on from that row of `prefixes` by at most `capacity` positions."""
+        lengths = [prefixes.lengths[source] for source in sources]
+        return cls(_empty_states(model, len(sources), capacity).zero_(), lengths, prefixes, sources)
 
     @staticmethod
     def check_capacity(config: ModelConfig, capacity: int) -> None:
@@ -71,7 +83,7 @@ class KVBlock:
 
     @property
     def capacity(self) -> int:
-        """S, the most positions of a row."""
+        """S, the most positions of a row that lie here."""
         return self.states.shape[4] - 1
 
     @property
@@ -79,29 +91,47 @@ class KVBlock:
         """The longest row's length."""
         return max(self.lengths, default=0)
 
+    @property
+    def starts(self) -> list[int]:
+        """For each row the position that is its first one here."""
+        if self.prefixes is None:
+            return [0] * len(self)
+        return [self.prefixes.lengths[source] for source in self.sources]
+
+    @property
+    def saved(self) -> int:
+        """How many positions attention need not read because rows share a prefix."""
+        if self.prefixes is None:
+            return 0
+        return sum(self.starts) - sum(self.prefixes.lengths[source] for source in set(self.sources))
+
     def read(self, row: int) -> Tensor:
-        """The visible positions of a row, [layers, 2, K, length, D]; a view."""
-        return self.states[:, :, row, :, : self.lengths[row]]
+        """The visible positions of a row, [layers, 2, K, length, D]; a view, where the row has no prefix."""
+        if self.prefixes is None:
+            return self._own(row)
+        return torch.cat((self.prefixes.read(self.sources[row]), self._own(row)), dim=3)
 
     def place(self, row: int, states: Tensor) -> None:
-        """Makes what `read` gave of another row (of any block of the model) the content of this one."""
+        """Makes what `read` gave of another row (of any block of the model) the content of this one, which has no prefix."""
         self.lengths[row] = states.shape[3]
         self.states[:, :, row, :, : states.shape[3]] = states
 
     def part(self, start: int, stop: int) -> "KVBlock":
-        """Rows start..stop-1 as a block that shares their positions, but not their lengths."""
+        """Rows start..stop-1 as a block that shares their positions, but not their lengths; without prefixes."""
         return KVBlock(self.states[:, :, start:stop], self.lengths[start:stop])
 
     def keep(self, going: Sequence[bool]) -> list[int]:
         """Drops the other rows; returns for each row that is left the number that it had."""
         numbers = list(range(len(self)))
+        self._sharing = None
         for row in reversed(numbers):
             if not going[row]:
                 last = len(self) - 1
                 if row != last:
-                    self.place(row, self.read(last))
+                    self._move(last, row)
                     numbers[row] = numbers[last]
                 self.lengths.pop()
+                del self.sources[last:]
                 numbers.pop()
         return numbers
 
@@ -111,10 +141,61 @@ class KVBlock:
             self.states = self.states[:, :, : len(self)].clone()
 
     def absorb(self, other: "KVBlock") -> None:
-        """Appends the rows of another block, for which there must be slots."""
+        """Appends the rows of another block, for which there must be slots; this one has no prefixes."""
         for row in range(len(other)):
             self.lengths.append(0)
             self.place(len(self) - 1, other.read(row))
+
+    def sharing(self) -> "_Sharing | None":
+        """What a forward needs of the prefixes; made again when rows have left."""
+        if self._sharing is None and self.prefixes is not None:
+            self._sharing = _Sharing(self.prefixes, self.sources)
+        return self._sharing
+
+    def part_with_prefixes(self) -> None:
+        """Gives every row all of its positions here."""
+        rows = [self.read(row) for row in range(len(self))]
+        capacity = max(self.starts) + self.capacity
+        states = self.states.new_zeros(
+            (*self.states.shape[:2], len(rows), self.states.shape[3], capacity + 1, self.states.shape[5])
+        )
+        self.states, self.prefixes, self.sources = states, None, []
+        for row, content in enumerate(rows):
+            self.place(row, content)
+
+    def _own(self, row: int) -> Tensor:
+        return self.states[:, :, row, :, : self.lengths[row] - self.starts[row]]
+
+    def _move(self, source: int, target: int) -> None:
+        own = self._own(source)
+        self.states[:, :, target, :, : own.shape[3]] = own
+        self.lengths[target] = self.lengths[source]
+        if self.prefixes is not None:
+            self.sources[target] = self.sources[source]
+
+
+def _empty_states(model: "InferenceModel", slots: int, capacity: int) -> Tensor:
+    config = model.config
+    shape = (config.num_hidden_layers, 2, slots, config.num_key_value_heads, capacity + 1, config.head_dim)
+    return torch.empty(shape, dtype=model.dtype, device=model.device)
+
+
+class Prefixes(NamedTuple):
+    """What the rows of a span begin with; P prefixes, G rows at most that share one, S'' positions of the longest.
+
+    Attributes:
+        keys: [P, K, S'', D].
+        values: as `keys`.
+        mask: [rows, 1, 1, S''], added to the scores.
+        rows: [P, G], the rows that begin with each prefix, filled up with any row.
+        places: [rows], where each row stands in the flattened `rows`.
+    """
+
+    keys: Tensor
+    values: Tensor
+    mask: Tensor
+    rows: Tensor
+    places: Tensor
 
 
 class Span(NamedTuple):
@@ -122,16 +203,18 @@ class Span(NamedTuple):
 
     Attributes:
         rows: the block's rows in the batch.
-        keys: [rows, K, S', D], of all positions in use, the new ones included.
+        keys: [rows, K, S', D], of all positions in use, the new ones included; those of prefixes left out.
         values: as `keys`.
         mask: [rows, 1, T, S'], added to the scores, -inf where a query does not see a key; None where the T positions are the
             first of every row and causal attention within them is all there is.
+        prefixes: what rows begin with, where that lies elsewhere; T is 1 then.
     """
 
     rows: slice
     keys: Tensor
     values: Tensor
     mask: Tensor | None
+    prefixes: Prefixes | None = None
 
 
 class KVCache:
@@ -180,8 +263,9 @@ class KVCache:
         steps = iter([num_new] * len(self) if isinstance(num_new, int) else num_new)
         lengths = [[length + next(steps) for length in block.lengths] for block in self.blocks]
         for block, after in zip(self.blocks, lengths, strict=True):
-            if max(after, default=0) > block.capacity:
-                raise ValueError(f"KVCache.advance: a row of {max(after)} positions exceeds the capacity of {block.capacity}")
+            own = max((length - start for length, start in zip(after, block.starts, strict=True)), default=0)
+            if own > block.capacity:
+                raise ValueError(f"KVCache.advance: a row of {own} positions exceeds the capacity of {block.capacity}")
         for block, after in zip(self.blocks, lengths, strict=True):
             block.lengths = after
 
@@ -196,7 +280,8 @@ class KVCache:
         Args:
             going: per row whether it stays.
             padding: a block goes into the free slots of the next one if its rows are shorter by at most so many positions in
-                all: what attention reads for nothing then costs less than the operations of another block.
+                all: what attention reads for nothing then costs less than the operations of another block. A block whose rows
+                save no more than that by sharing prefixes parts with them.
         """
         left: list[tuple[KVBlock, list[int]]] = []
         start = 0
@@ -204,6 +289,8 @@ class KVCache:
             stop = start + len(block)
             numbers = [start + row for row in block.keep(going[start:stop])]
             start = stop
+            if block.prefixes is not None and len(block) and block.saved <= padding:
+                block.part_with_prefixes()
             if left and _fits(left[-1][0], block, padding):
                 smaller, its_numbers = left.pop()
                 block.absorb(smaller)
@@ -217,6 +304,8 @@ class KVCache:
 def _fits(block: KVBlock, other: KVBlock, padding: int) -> bool:
     """Whether the rows of `block` have room in `other`, and `other` is so near in length that they should move there."""
     wasted = len(block) * (other.max_length - block.max_length)
+    if block.prefixes is not None or other.prefixes is not None:
+        return False
     return len(block) + len(other) <= other.slots and block.capacity <= other.capacity and 0 <= wasted <= padding
 
 
@@ -230,16 +319,18 @@ class CacheForward:
     """
 
     def __init__(self, blocks: Sequence[KVBlock], num_new: int) -> None:
-        rows = [(length, block.capacity) for block in blocks for length in block.lengths]
-        starts, capacities = torch.tensor(rows).view(-1, 2, 1).unbind(1)
-        positions = torch.minimum(starts + torch.arange(num_new), capacities)
-        self.positions = positions.to(blocks[0].states.device)
+        rows = [
+            (length, start, block.capacity) for block in blocks for length, start in zip(block.lengths, block.starts, strict=True)
+        ]
+        lengths, starts, capacities = torch.tensor(rows).view(-1, 3, 1).unbind(1)
+        places = torch.minimum(lengths - starts + torch.arange(num_new), capacities)
+        self.positions, places = torch.stack((starts + places, places)).to(blocks[0].states.device)
         self._plans = []
         first = 0
         for block in blocks:
             span = slice(first, first + len(block))
             first = span.stop
-            self._plans.append(_Plan(block, span, self.positions[span]))
+            self._plans.append(_Plan(block, span, places[span]))
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> Iterator[Span]:
         """Stores keys and values [B, T, K, D]; yields what the queries of each block's rows attend to."""
@@ -248,29 +339,53 @@ class CacheForward:
 
 
 class _Plan:
-    """The part of a `CacheForward` that concerns one block."""
+    """The part of a `CacheForward` that concerns one block; `places` [rows, T] is where its new positions go."""
 
-    def __init__(self, block: KVBlock, rows: slice, positions: Tensor) -> None:
-        num_new, longest = positions.shape[1], block.max_length
+    def __init__(self, block: KVBlock, rows: slice, places: Tensor) -> None:
+        num_new, own = places.shape[1], [length - start for length, start in zip(block.lengths, block.starts, strict=True)]
+        longest = max(own)
         self.rows = rows
         self._states = block.states[:, :, : len(block)]
         self._used = min(longest + num_new, block.capacity)
-        self._positions = positions
-        self._numbers = torch.arange(len(block), device=positions.device)[:, None]
+        self._places = places
+        self._numbers = torch.arange(len(block), device=places.device)[:, None]
         # rows of one length are written as one slice
-        self._start = longest if min(block.lengths) == longest and longest + num_new <= block.capacity else None
-        self._mask: Tensor | None = None
-        if longest:
-            hidden = torch.arange(self._used, device=positions.device) > positions[:, None, :, None]
-            self._mask = torch.zeros(hidden.shape, dtype=block.states.dtype, device=positions.device)
-            self._mask.masked_fill_(hidden, -torch.inf)
+        self._start = longest if min(own) == longest and longest + num_new <= block.capacity else None
+        self._mask = _mask(places[:, None, :, None], self._used, block.states.dtype) if block.max_length else None
+        self._sharing = block.sharing()
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> Span:
         own = self._states[layer]
         for mine, new in zip(own.unbind(), (keys, values), strict=True):
             if self._start is None:
-                mine[self._numbers, :, self._positions] = new
+                mine[self._numbers, :, self._places] = new
             else:
                 mine[:, :, self._start : self._used] = new.transpose(1, 2)
         used_keys, used_values = own[..., : self._used, :].unbind()
-        return Span(self.rows, used_keys, used_values, self._mask)
+        return Span(self.rows, used_keys, used_values, self._mask, self._sharing.of_layer(layer) if self._sharing else None)
+
+
+class _Sharing:
+    """Which of a block's rows begin with which prefix, and what of the prefixes is read."""
+
+    def __init__(self, prefixes: KVBlock, sources: Sequence[int]) -> None:
+        device = prefixes.states.device
+        sharing = [[row for row, own in enumerate(sources) if own == source] for source in range(len(prefixes))]
+        width = max(map(len, sharing))
+        places = {row: number * width + place for number, rows in enumerate(sharing) for place, row in enumerate(rows)}
+        self._rows = torch.tensor([rows + [0] * (width - len(rows)) for rows in sharing], device=device)
+        self._places = torch.tensor([places[row] for row in range(len(sources))], device=device)
+        self._used = max(prefixes.lengths[source] for source in sources)
+        self._states = prefixes.states
+        last = torch.tensor([prefixes.lengths[source] - 1 for source in sources], device=device)
+        self._mask = _mask(last[:, None, None, None], self._used, prefixes.states.dtype)
+
+    def of_layer(self, layer: int) -> Prefixes:
+        keys, values = self._states[layer][..., : self._used, :].unbind()
+        return Prefixes(keys, values, self._mask, self._rows, self._places)
+
+
+def _mask(last: Tensor, used: int, dtype: torch.dtype) -> Tensor:
+    """0 for positions up to `last` [..., 1] and -inf for those behind, [..., used]."""
+    hidden = torch.arange(used, device=last.device) > last
+    return torch.zeros(hidden.shape, dtype=dtype, device=last.device).masked_fill_(hidden, -torch.inf)

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from pipeline.model.inference import InferenceModel
 from pipeline.model.kv_cache import KVBlock, KVCache
-from pipeline.rollout.rows import BLOCK_PADDING, Queue, Row, in_blocks, read_prompts, readers, written_by_prefill
+from pipeline.rollout.rows import (
+    BLOCK_PADDING,
+    Queue,
+    Row,
+    in_blocks,
+    read_prompts,
+    readers,
+    saved_by_sharing,
+    written_by_prefill,
+)
 from pipeline.rollout.sampling import draw, uniforms
 from pipeline.rollout.truncation import Truncation
 
@@ -93,7 +102,15 @@ class BlockDecoder:
         """The rows in another order, a block of their prompts, and the logits [N, V] after them; equal ones are read once."""
         for row, noise in zip(rows, uniforms([row.key for row in rows], max(row.limit for row in rows)).tolist(), strict=True):
             row.noise = noise
+        KVBlock.check_capacity(model.config, max(len(row.prompt) + row.limit for row in rows))
         first, sources = readers(rows)
+        if model.dtype == torch.float32 and saved_by_sharing(rows) > BLOCK_PADDING[model.device.type]:
+            prefixes = KVBlock.allocate(
+                model, len(first), max(len(row.prompt) for row in first), written=written_by_prefill(first)
+            )
+            logits = read_prompts(model, first, prefixes, pad_id=self.pad_id)
+            block = KVBlock.behind(prefixes, sources, model, max(row.limit for row in rows))
+            return list(rows), block, logits[torch.tensor(sources, device=model.device)]
         copies = [(row, source) for row, source in zip(rows, sources, strict=True) if row is not first[source]]
         capacity = max(len(row.prompt) + row.limit for row in rows)
         block = KVBlock.allocate(model, len(rows), capacity, written=written_by_prefill(rows))

@@ -153,17 +153,36 @@ class Queue:
 
 
 def in_blocks(rows: Sequence[Row], padding: int) -> Iterator[list[Row]]:
-    """Rows for one block each: similar in length, equal prompts side by side, and all or none with a memory."""
+    """Rows for one block each: similar in length, equal prompts side by side, and all or none with a memory.
+
+    Args:
+        rows: in any order.
+        padding: how many positions of a block attention may read for nothing.
+    """
     block: list[Row] = []
-    padded = 0
+    padded = saved = distinct = 0
     for row in sorted(rows, key=lambda row: (row.memory is not None, len(row.prompt), row.prompt)):
-        padded += len(block) * (len(row.prompt) - len(block[-1].prompt)) if block else 0
-        if block and (padded > padding or (row.memory is None) != (block[0].memory is None)):
-            yield block
-            block, padded = [], 0
+        if block:
+            # a prompt that is shared is padded once
+            padded += (distinct if saved > padding else len(block)) * (len(row.prompt) - len(block[-1].prompt))
+            if padded > padding or (row.memory is None) != (block[0].memory is None):
+                yield block
+                block, padded, saved, distinct = [], 0, 0, 0
+        if block and row.memory is None and row.prompt == block[-1].prompt:
+            saved += len(row.prompt)
+        else:
+            distinct += 1
         block.append(row)
     if block:
         yield block
+
+
+def saved_by_sharing(rows: Sequence[Row]) -> int:
+    """How many positions attention need not read where rows share their prompts; a row with a memory shares none."""
+    if any(row.memory for row in rows):
+        return 0
+    first, _ = readers(rows)
+    return sum(len(row.prompt) for row in rows) - sum(len(row.prompt) for row in first)
 
 
 def readers(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
