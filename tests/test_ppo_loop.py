@@ -130,6 +130,8 @@ def test_a_step_is_the_papers_formula(sets: Path, tokenizer: Tokenizer) -> None:
         clip_eps=0.05,
         value_clip_eps=0.05,
         vf_coef=0.7,
+        max_rows=64,
+        cache_gib=1.0,
         micro_batch_size=4,
     )
     run = Run(sets, tokenizer, settings)

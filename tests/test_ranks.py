@@ -174,6 +174,8 @@ def train_ppo_whole(sets: Path, tokenizer: Tokenizer, device: Device) -> Outcome
         **SLOW,
         critic_lr=3e-4,
         mini_batch_size=4,
+        max_rows=64,
+        cache_gib=1.0,
         micro_batch_size=2,
         updates_per_rollout=2,
         critic_warmup_steps=1,

@@ -48,6 +48,8 @@ SAMPLING: dict[str, Any] = OPTIMIZER | {
     "max_new_tokens": 6,
     "temperature": 0.6,
     "thinking_ratio": 0.5,
+    "max_rows": 64,
+    "cache_gib": 1.0,
     "micro_batch_size": 5,
     "kl_coef": 0.02,
     "system_prompt_frac": 0.0,

@@ -72,6 +72,11 @@ class KVBlock:
                 "the longest sequence that is to be generated; raise it, or lower max_prompt_len or max_new_tokens"
             )
 
+    @staticmethod
+    def bytes_per_position(config: ModelConfig, dtype: torch.dtype) -> int:
+        """What the keys and values of one position of one row take in all layers."""
+        return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
+
     def __len__(self) -> int:
         """The number of rows."""
         return len(self.lengths)

@@ -185,6 +185,8 @@ class Sampling(Optimizer):
     max_new_tokens: Positive
     temperature: Temperature
     thinking_ratio: Frac
+    max_rows: Positive  # completions that are decoded together
+    cache_gib: PositiveFloat  # memory for their keys and values, which bounds their number as well
     micro_batch_size: Positive
     kl_coef: Weight
     system_prompt_frac: Frac

@@ -175,7 +175,6 @@ def _recorded_exit(path: Path, stop: StopSignals, memory_hint: str) -> Iterator[
 
 def _memory_hint(stage: str, params: Mapping[str, Any]) -> str:
     own = params.get(stage, {})
-    for name in ("micro_batch_size", "batch_size"):
-        if name in own:
-            return f"lower {stage}.{name} (now {own[name]}) in params.yaml"
-    return "use a smaller model or batch"
+    batch = "micro_batch_size" if "micro_batch_size" in own else "batch_size"
+    knobs = [f"{stage}.{name} (now {own[name]})" for name in (batch, "cache_gib") if name in own]
+    return f"lower {' or '.join(knobs)} in params.yaml" if knobs else "use a smaller model or batch"

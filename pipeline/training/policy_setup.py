@@ -4,9 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from pipeline.checkpoint.files import load_meta, load_model
 from pipeline.checkpoint.reward import load_reward_model
 from pipeline.data.prompts import PromptSet, PromptTask
+from pipeline.errors import ParamsError
+from pipeline.model.config import ModelConfig
+from pipeline.model.kv_cache import KVBlock
 from pipeline.model.transformer import CausalLM
 from pipeline.params.schema import Agent, Group, Sampling
 from pipeline.rewards.model import ExternalRewardModel, RewardScorer, TrainedRewardModel
@@ -76,7 +81,7 @@ def open_group_task(start: Path, settings: Group, environment: Environment) -> R
     policy, reference = open_policies(start, environment)
     steps = total_steps(settings, environment.prompts)
     state = TrainState({"policy": policy}, {"policy": Updater(policy, settings, total_steps=steps)})
-    rollout = open_rollout(policy, settings, environment, max_rows=settings.batch_size * settings.group_size)
+    rollout = open_rollout(policy, settings, environment)
     decode = environment.tokenizer.decode_all
     return RolloutTask(state, policy, reference, environment.prompts, rollout, environment.score, decode, environment.warn)
 
@@ -88,14 +93,20 @@ def open_policies(start: Path, environment: Environment) -> tuple[CausalLM, Caus
     return policy, reference.requires_grad_(False)
 
 
-def open_rollout(policy: CausalLM, settings: Sampling, environment: Environment, *, max_rows: int) -> Rollout:
-    """Episodes sampled from `policy` as it is at each call, at the stage's temperature; one turn is a plain completion."""
-    engine = open_engine(policy, environment.tokenizer, environment.device, max_rows=max_rows)
+def open_rollout(policy: CausalLM, settings: Sampling, environment: Environment) -> Rollout:
+    """Episodes sampled from `policy` as it is at each call, at the stage's temperature; one turn is a plain completion.
+
+    Raises:
+        ParamsError: not even one row's keys and values fit into `cache_gib`.
+    """
     encoder = ChatEncoder(environment.tokenizer)
     if isinstance(settings, Agent):
         max_turns, max_total_len = settings.max_turns, settings.max_total_len
     else:
         max_turns, max_total_len = 1, settings.max_prompt_len + settings.max_new_tokens
+    dtype = environment.device.autocast_dtype or policy.lm_head.weight.dtype
+    in_memory = rows_in_memory(policy.config, settings, dtype, max_total_len)
+    engine = open_engine(policy, environment.tokenizer, environment.device, max_rows=min(settings.max_rows, in_memory))
 
     def rollout(tasks: Sequence[PromptTask], keys: Sequence[int]) -> list[Trajectory]:
         return run_episodes(
@@ -129,3 +140,20 @@ def open_reward_model(path: Path, external: str | None, tokenizer: Tokenizer, de
         batch_size=SCORING_BATCH,
         max_len=model.config.max_position_embeddings,
     )
+
+
+def rows_in_memory(config: ModelConfig, settings: Sampling, dtype: torch.dtype, max_total_len: int) -> int:
+    """How many rows of `max_total_len` positions `cache_gib` holds; the parameters alone decide it, so a resumed run has as many.
+
+    Raises:
+        ParamsError: none.
+    """
+    row_gib = KVBlock.bytes_per_position(config, dtype) * (max_total_len + 1) / 2**30
+    rows = int(settings.cache_gib / row_gib)
+    if not rows:
+        stage = type(settings).__name__.lower()
+        raise ParamsError(
+            f"{stage}.cache_gib={settings.cache_gib:g}: must be >= {row_gib:.3g}, what the keys and values of one row of "
+            f"{max_total_len} positions take"
+        )
+    return rows

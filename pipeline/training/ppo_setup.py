@@ -21,6 +21,6 @@ def open_ppo_task(start: Path, settings: Ppo, environment: Environment) -> PpoTa
         "critic": Updater(critic, settings, total_steps=steps, lr=settings.critic_lr),
     }
     state = TrainState({"policy": policy, "critic": critic}, updaters)
-    rollout = open_rollout(policy, settings, environment, max_rows=settings.batch_size)
+    rollout = open_rollout(policy, settings, environment)
     decode = environment.tokenizer.decode_all
     return PpoTask(state, policy, reference, environment.prompts, rollout, environment.score, decode, environment.warn, critic)
