@@ -68,6 +68,8 @@ def main(
                 failed = True
                 setting.say(f"{name}: {error}")
                 continue
+            peak_gib = setting.device.peak_memory_bytes() / 2**30
+            reports[-1].workload += f" Peak memory of the process until here: {peak_gib:.1f} GiB."
             setting.say(f"{name}: {time.perf_counter() - started:.0f} s")
             print(reports[-1].markdown(), flush=True)
     lost = keep(reports, head(setting), RESULTS, machine.file_name(setting.torch_device))

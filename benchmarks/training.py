@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import with_trl
-from benchmarks.machine import head_product, layer_products, product_seconds, training_products
+from benchmarks.machine import head_product, layer_products, product_rate, product_seconds, training_products
 from benchmarks.measure import Work, interleaved
+from benchmarks.mfu import flops_per_token
 from benchmarks.models import config_of, make_model, profile, transformers_twin
 from benchmarks.report import Bar, Report
 from benchmarks.setting import Setting, needs
@@ -59,7 +60,7 @@ def of_file(name: str, source: Path, folder: Path, max_seq_len: int) -> Encoded:
 
 
 def supervised(setting: Setting, title: str, size: str, data: Encoded, settings: Supervised, *, per_call: int) -> Report:
-    """A stage's steps with its own batches, with two other paddings, and with `transformers`."""
+    """A stage's steps with its own batches, with two other paddings, with `transformers` and with trl."""
     config = config_of(size, vocabulary=data.tokenizer.vocab_size)
     common: dict[str, Any] = {"batch_size": settings.batch_size, "seed": settings.seed, "tokenizer": data.tokenizer}
     ours = SupervisedBatches(data.path, **common)
@@ -71,14 +72,31 @@ def supervised(setting: Setting, title: str, size: str, data: Encoded, settings:
         "padded to the longest of the batch": step(make_model(config, setting.torch_device), to_longest),
         "padded to max_seq_len": step(make_model(config, setting.torch_device), to_limit),
         "transformers, padded to the longest": transformers_steps(twin, to_longest, settings, setting.device, per_call),
+        "trl's SFTTrainer, padded to the longest": with_trl.sft_steps(
+            make_model(config, setting.torch_device),
+            SupervisedBatches(data.path, **common | {"batch_size": 1}),
+            settings,
+            setting.scratch / f"trl-{size}",
+            per_call,
+        ),
     }
     rates = interleaved(ways, repeats=setting.repeats, device=setting.torch_device)
     sizes = {"ours": positions(ours), "longest": positions(to_longest), "limit": positions(to_limit)}
-    names = dict(zip(ways, ("ours", "longest", "limit", "longest"), strict=True))
+    names = dict(zip(ways, ("ours", "longest", "limit", "longest", "longest"), strict=True))
     filled = {name: sizes[key].useful for name, key in names.items()}
     own = rates["ours"].median
+    share = flops_per_token(config, round(sizes["ours"].tokens_per_batch / settings.batch_size)) / product_rate(
+        setting.torch_device, setting.dtype
+    )
     rows = [
-        (name, f"{rate.median:,.0f}", f"{rate.spread:.0%}", f"{filled[name]:.1%}", f"{own / rate.median:.2f}")
+        (
+            name,
+            f"{rate.median:,.0f}",
+            f"{rate.spread:.0%}",
+            f"{filled[name]:.1%}",
+            f"{own / rate.median:.2f}",
+            f"{rate.median * share:.0%}",
+        )
         for name, rate in rates.items()
     ]
     longest, limit = (rates[f"padded to {name}"].median for name in ("the longest of the batch", "max_seq_len"))
@@ -96,7 +114,8 @@ def supervised(setting: Setting, title: str, size: str, data: Encoded, settings:
         f"{config.hidden_size} x {config.num_hidden_layers}, {settings.batch_size} rows of at most {data.max_seq_len} tokens; "
         f"the products of layers and head alone, forwards and backwards, allow {ceiling:,.0f} tokens/s."
     )
-    return Report(title, workload, ("", "useful tokens/s", "spread", "useful", "ours is x times as fast"), rows, bars)
+    columns = ("", "useful tokens/s", "spread", "useful", "ours is x times as fast", "share of a large matrix product")
+    return Report(title, workload, columns, rows, bars)
 
 
 def pretrain(setting: Setting) -> Report:

@@ -14,16 +14,39 @@ import torch
 
 from benchmarks.measure import Work
 from benchmarks.models import transformers_twin
-from pipeline.data.batches import PairBatches
+from pipeline.data.batches import PairBatches, SupervisedBatches
 from pipeline.data.labels import IGNORED_LABEL
 from pipeline.data.prompts import PromptTask
 from pipeline.model.transformer import CausalLM
-from pipeline.params.schema import Dpo, Grpo, Optimizer
+from pipeline.params.schema import Dpo, Grpo, Optimizer, Supervised
 from pipeline.text.tokenizer import Tokenizer
 
 TOKENIZER = Path("data/tokenizer")
-TOKENIZER = Path("data/tokenizer")
+SFT_BATCHES = 400
+"""Batches whose rows an `SFTTrainer` gets; it begins again after them."""
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}  # all that is needed lies in folders made here
+
+
+def sft_steps(model: CausalLM, rows: SupervisedBatches, settings: Supervised, folder: Path, per_call: int) -> Work:
+    """`SFTTrainer` over rows of one batch each, encoded as ours are, padded to the longest of a batch; counts useful tokens."""
+    import trl
+    from datasets import Dataset
+
+    encoded = []
+    for index in range(min(rows.batches_per_epoch, SFT_BATCHES * settings.batch_size)):
+        batch = rows.batch(0, index)
+        ids, labels = batch.input_ids[0].tolist(), batch.labels[0].tolist()
+        end = labels[-1] if labels[-1] != IGNORED_LABEL else 0  # the last label's input, which ours does not need
+        encoded.append({"input_ids": [*ids, end], "labels": [IGNORED_LABEL, *labels]})
+    trainer = trl.SFTTrainer(
+        model=_prepared(model, folder),
+        args=trl.SFTConfig(
+            **_arguments(settings, folder, settings.batch_size), max_length=None, dataset_kwargs={"skip_prepare_dataset": True}
+        ),
+        train_dataset=Dataset.from_list(encoded),
+        processing_class=_tokenizer(),
+    )
+    return _steps(trainer, settings, per_call, count=lambda batch: float(batch["attention_mask"][:, 1:].sum()))
 
 
 def dpo_steps(model: CausalLM, pairs: PairBatches, tokenizer: Tokenizer, settings: Dpo, folder: Path, per_call: int) -> Work:
@@ -38,7 +61,7 @@ def dpo_steps(model: CausalLM, pairs: PairBatches, tokenizer: Tokenizer, setting
         train_dataset=Dataset.from_list(rows),
         processing_class=_tokenizer(),
     )
-    return _steps(trainer, settings, per_call, units=settings.batch_size)
+    return _steps(trainer, settings, per_call, count=lambda batch: float(settings.batch_size))
 
 
 def grpo_steps(
@@ -75,23 +98,26 @@ def grpo_steps(
         train_dataset=Dataset.from_list([{"prompt": tokenizer.decode_all(task.prompt_ids)} for task in prompts]),
         processing_class=_tokenizer(),
     )
-    return _steps(trainer, settings, per_call=1, units=1), lambda: sum(lengths) / len(lengths)
+    return _steps(trainer, settings, per_call=1, count=lambda batch: 1.0), lambda: sum(lengths) / len(lengths)
 
 
-def _steps(trainer: Any, settings: Optimizer, per_call: int, *, units: int) -> Work:
+def _steps(trainer: Any, settings: Optimizer, per_call: int, *, count: Callable[[Any], float]) -> Work:
     trainer.create_optimizer()
     trainer.model.train()
     batches: Iterator[Any] = cycle(trainer.get_train_dataloader())
     trainer.current_gradient_accumulation_steps = 1  # what `train` sets before its first step
 
     def steps() -> float:
+        done = 0.0
         for _ in range(per_call):
-            trainer.training_step(trainer.model, next(batches), None)
+            batch = next(batches)
+            done += count(batch)
+            trainer.training_step(trainer.model, batch, None)
             torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), settings.max_grad_norm)
             trainer.optimizer.step()
             trainer.optimizer.zero_grad()
             trainer.state.global_step += 1
-        return float(units * per_call)
+        return done
 
     return steps
 

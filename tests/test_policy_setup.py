@@ -6,9 +6,9 @@ from unittest import mock
 
 import pytest
 import torch
-from tiny_runs import CPU, SAMPLING
-from test_kv_cache import CONFIG
 from test_group_loop import make_settings
+from test_kv_cache import CONFIG
+from tiny_runs import CPU, SAMPLING
 
 from pipeline.errors import ParamsError
 from pipeline.model.inference import InferenceModel
