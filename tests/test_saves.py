@@ -85,6 +85,18 @@ def test_a_finished_run_keeps_its_last_save_until_the_next_one_and_those_that_st
     assert [run.commits() for run in (folder, other, unfinished)] == [[5], [3], [3, 2]]
 
 
+def test_a_run_whose_beginning_is_not_known_leaves_the_others_alone(folder: RunFolder) -> None:
+    train(folder, 7)
+    other = RunFolder(folder.path.parents[1] / "other" / "1")
+    other.path.mkdir(parents=True)
+    train(other, 3)
+    for run in (folder, other):
+        write_json(run.exit, {"code": 0, "time_s": 5.0})
+    other.about.write_text("{ cut")
+    prune_finished(folder.path.parents[1], other)
+    assert [run.commits() for run in (folder, other)] == [[7, 6], [3]]
+
+
 def test_runs_of_two_workspaces_that_end_together_keep_their_last_saves_until_another_has_begun(folder: RunFolder) -> None:
     """Neither knows whether the other's DVC has taken over what it made. The saves for replays go with the last ones."""
     runs = [folder, *(RunFolder(folder.path.parents[1] / name / "1") for name in ("other", "later"))]

@@ -127,7 +127,7 @@ def prune_finished(stage_folder: Path, finished: RunFolder) -> None:
     stage anew when DVC has done so. Runs that ended while this one was at work are those of other workspaces, whose DVC may be
     about to; the next run that begins takes care of them.
     """
-    begun_s = read_json(finished.about)["attempt_s"]
+    begun_s = read_json(finished.about).get("attempt_s", 0.0)  # damaged: of the other runs none is older
     for folder in [RunFolder(path.parent) for path in stage_folder.glob("*/*/exit.json")]:
         end = read_json(folder.exit)
         if folder == finished:
