@@ -164,25 +164,27 @@ def test_rows_that_share_prefixes_are_rows_of_their_own(data):
         append(model, plain, [[1, 2], [3]])
         cache.blocks = [KVBlock.behind(prefixes.blocks[0], sources, model, 12), *plain.blocks]
         rows = [*(prompts[source] for source in sources), [1, 2], [3]]
-        kept = prefixes.blocks[0].states.clone()
         assert cache.blocks[0].saved == sum(len(prompts[s]) for s in sources) - sum(len(prompts[s]) for s in set(sources))
         while rows:
             assert cache.lengths == [len(row) for row in rows]
             chunk = torch.randint(53, (len(rows), 1), generator=generator).tolist()
             rows = [[*row, *ids] for row, ids in zip(rows, chunk, strict=True)]
+            kept = prefixes.blocks[0].states.clone()
             for piece, row in zip(append(model, cache, chunk), rows, strict=True):
                 torch.testing.assert_close(piece[-1], whole(model, row)[-1], **CLOSE)
+            assert torch.equal(prefixes.blocks[0].states, kept)
             stays = [len(row) < 12 and data.draw(st.booleans()) for row in rows]
             left = cache.keep(stays, padding=padding)
             assert sorted(left) == [row for row, flag in enumerate(stays) if flag]
-            assert all(block.prefixes is None or block.saved > padding for block in cache.blocks)
+            sharing = [block for block in cache.blocks if block.prefixes is not None]
+            assert all(block.saved > padding and len(block.prefixes) == len(set(block.sources)) for block in sharing)
             rows = [rows[row] for row in left]
             for index, row in enumerate(rows):
                 assert cache.read(index).shape[3] == len(row)
             if data.draw(st.booleans()):
                 cache.fit()
                 assert cache.slots == len(cache)
-        assert torch.equal(prefixes.blocks[0].states, kept)
+                assert all(block.prefixes.slots == len(block.prefixes) for block in sharing)
 
 
 def test_small_blocks_are_joined_where_that_wastes_little():

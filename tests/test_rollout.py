@@ -1,6 +1,7 @@
 """Sampling: exact logprobs, the right distribution, and text that does not depend on a row's neighbours."""
 
 import math
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,11 +14,12 @@ from torch import Tensor
 from pipeline.errors import ParamsError
 from pipeline.model.config import ModelConfig
 from pipeline.model.inference import InferenceModel
-from pipeline.model.kv_cache import KVCache
+from pipeline.model.kv_cache import KVBlock, KVCache
 from pipeline.model.packing import pack
 from pipeline.model.transformer import CausalLM
 from pipeline.rollout import block_decode
 from pipeline.rollout.records import Completion, NextTurn, StopReason, Trajectory, Turn, completion_tensors
+from pipeline.rollout.rows import Memory
 from pipeline.rollout.sampling import draw, fold_key, uniforms
 from pipeline.rollout.torch_engine import TorchRolloutEngine
 from pipeline.rollout.truncation import Truncation
@@ -190,6 +192,39 @@ def test_a_next_turn_joins_beside_rows_that_go_on(static: bool, model: CausalLM)
     engine = make_engine(model, static=static, stop_ids=[])
     engine.generate([[5, 6, 7], [8, 9]], keys=[1, 2], max_new_tokens=[4, 60], temperature=0.7, finished=finished)
     assert told == ["0 ends", "0 goes on", "0 ends", "1 ends"]
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_nothing_is_held_of_rows_that_have_ended(static: bool, model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    memories: weakref.WeakSet[Tensor] = weakref.WeakSet()
+    blocks: weakref.WeakSet[KVBlock] = weakref.WeakSet()
+    make, allocate = Memory, KVBlock.__init__
+    held: list[int] = []
+
+    def remembered(context: tuple[int, ...], states: Tensor) -> Memory:
+        memories.add(states)
+        return make(context, states)
+
+    def allocated(block: KVBlock, *args: Any) -> None:
+        blocks.add(block)
+        allocate(block, *args)
+
+    def finished(number: int, completion: Completion) -> Callable[[], NextTurn | None]:
+        held.append(len(memories))
+        contexts[number] += [*completion.ids, 9]
+
+        def go_on() -> NextTurn | None:
+            assert len(memories) <= 2 and len(blocks) == static  # the static batch is one block
+            return NextTurn(tuple(contexts[number]), 3, 4) if len(contexts[number]) < 12 else None
+
+        return go_on
+
+    monkeypatch.setattr("pipeline.rollout.rows.Memory", remembered)
+    monkeypatch.setattr(KVBlock, "__init__", allocated)
+    contexts = [[5 + number] for number in range(6)]
+    engine = make_engine(model, max_rows=2, static=static, stop_ids=[])
+    engine.generate([tuple(prompt) for prompt in contexts], keys=range(6), max_new_tokens=4, temperature=0.7, finished=finished)
+    assert held == [0] * 18 and not memories  # three turns of six rows: a memory ends when the next turn is read
 
 
 def spy_on_forwards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:

@@ -245,6 +245,23 @@ def test_fewer_rows_take_narrower_steps_and_short_ones_read_less(monkeypatch: py
     assert [steps for _, _, steps in bursts] == [3, 3, 3, 3, 3, 3, 1]
 
 
+def test_shapes_do_not_depend_on_calls_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes decide rounding, and a resumed run, whose engine is new, must draw the same bytes."""
+    bursts = spy_on_bursts(monkeypatch)
+    with small_shapes("eager", burst=3, visible_step=8, min_width=4):
+        engine = make_engine(MODELS["dense"], stop_ids=[])
+
+        def shapes(limits: list[int]) -> list[tuple[int, int, int]]:
+            bursts.clear()
+            prompts = [[3, index] for index in range(len(limits))]
+            engine.generate(prompts, keys=range(len(limits)), max_new_tokens=limits, temperature=0.7)
+            return list(bursts)
+
+        first = shapes([6, 5, 3])
+        shapes([40] * 9)  # more slots, and longer ones
+        assert shapes([6, 5, 3]) == first == [(3, 8, 3), (3, 8, 2)]
+
+
 def test_waiting_rows_join_and_a_group_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     read = spy_on_forwards(monkeypatch)
     prompts = [prompt for prompt in ([5, 6, 7], [9, 8, 7, 6]) for _ in range(8)]

@@ -126,7 +126,7 @@ class KVBlock:
         return KVBlock(self.states[:, :, start:stop], self.lengths[start:stop])
 
     def keep(self, going: Sequence[bool]) -> list[int]:
-        """Drops the other rows; returns for each row that is left the number that it had."""
+        """Drops the other rows, and prefixes that none is left of; returns for each row that is left the number that it had."""
         numbers = list(range(len(self)))
         self._sharing = None
         for row in reversed(numbers):
@@ -138,12 +138,19 @@ class KVBlock:
                 self.lengths.pop()
                 del self.sources[last:]
                 numbers.pop()
+        if self.prefixes is not None:
+            begun = set(self.sources)
+            kept = self.prefixes.keep([number in begun for number in range(len(self.prefixes))])
+            places = {number: place for place, number in enumerate(kept)}
+            self.sources = [places[source] for source in self.sources]
         return numbers
 
     def fit(self) -> None:
         """Gives up the slots that no row stands in."""
         if len(self) < self.slots:
             self.states = self.states[:, :, : len(self)].clone()
+        if self.prefixes is not None:
+            self.prefixes.fit()
 
     def absorb(self, other: "KVBlock") -> None:
         """Appends the rows of another block, for which there must be slots; this one has no prefixes."""
@@ -375,13 +382,15 @@ class _Sharing:
 
     def __init__(self, prefixes: KVBlock, sources: Sequence[int]) -> None:
         device = prefixes.states.device
-        sharing = [[row for row, own in enumerate(sources) if own == source] for source in range(len(prefixes))]
+        sharing: list[list[int]] = [[] for _ in range(len(prefixes))]
+        for row, source in enumerate(sources):
+            sharing[source].append(row)
         width = max(map(len, sharing))
         places = {row: number * width + place for number, rows in enumerate(sharing) for place, row in enumerate(rows)}
         self._rows = torch.tensor([rows + [0] * (width - len(rows)) for rows in sharing], device=device)
         self._places = torch.tensor([places[row] for row in range(len(sources))], device=device)
-        self._used = max(prefixes.lengths[source] for source in sources)
-        self._states = prefixes.states
+        self._used = prefixes.max_length
+        self._states = prefixes.states[:, :, : len(prefixes)]
         last = torch.tensor([prefixes.lengths[source] - 1 for source in sources], device=device)
         self._mask = _mask(last[:, None, None, None], self._used, prefixes.states.dtype)
 

@@ -47,23 +47,17 @@ class BlockDecoder:
         batch: list[Row] = []
         cache = KVCache()
         while batch or queue:
-            joining: list[Row] = []
-            blocks: list[KVBlock] = []
-            logits: list[Tensor] = []
             taken = queue.take(len(batch))
             if cache.slots + len(taken) > self.max_rows:
                 cache.fit()
-            for rows in in_blocks(taken, padding):
-                fresh, block, last = self._prefill(model, rows)
-                joining += fresh
-                blocks.append(block)
-                logits.append(last)
+            joining, blocks, logits = self._read(model, taken, padding)
             # uploaded before the step is queued, so that it does not wait for it
             noise = self._noise([*batch, *joining], model.device)
             if batch:
                 logits.insert(0, _step(model, batch, cache))
             batch += joining
             cache.blocks += blocks
+            del blocks  # the cache alone decides how long they are held
             if not batch:
                 continue  # no finished row had a next turn
             self._record(batch, *self._draw(batch, torch.cat(logits), temperature, noise))
@@ -97,6 +91,18 @@ class BlockDecoder:
     def _record(self, rows: Sequence[Row], ids: Tensor, logprobs: Tensor) -> None:
         for row, token, logprob in zip(rows, ids.tolist(), logprobs.tolist(), strict=True):
             row.append(token, logprob, is_stop=token in self.stop_ids)
+
+    def _read(self, model: InferenceModel, rows: Sequence[Row], padding: int) -> tuple[list[Row], list[KVBlock], list[Tensor]]:
+        """The rows in another order, blocks of their prompts, and the logits after them."""
+        joining: list[Row] = []
+        blocks: list[KVBlock] = []
+        logits: list[Tensor] = []
+        for similar in in_blocks(rows, padding):
+            fresh, block, last = self._prefill(model, similar)
+            joining += fresh
+            blocks.append(block)
+            logits.append(last)
+        return joining, blocks, logits
 
     def _prefill(self, model: InferenceModel, rows: Sequence[Row]) -> tuple[list[Row], KVBlock, Tensor]:
         """The rows in another order, a block of their prompts, and the logits [N, V] after them; equal ones are read once."""

@@ -38,7 +38,7 @@ class Row:
         prompt, key, greedy: see `RolloutEngine.generate`.
         limit: the most ids it may get.
         announce: what is called with the completion at its end.
-        memory: what was read of the prompt before.
+        memory: what was read of the prompt before; given up once it stands in a block.
         completion: what it has got so far.
         noise: a random number per id, where the host deals them out.
         finished: whether it has its last id.
@@ -101,18 +101,19 @@ class Row:
         self.memory = Memory(self.context, states.clone(memory_format=torch.contiguous_format))
 
     def next_turn(self) -> "Row | None":
-        """The row that goes on from this one, which is finished; None where nothing follows.
+        """The row that goes on from this one, which is finished, and takes its memory over; None where nothing follows.
 
         Raises:
             ValueError: the next prompt does not go on from where this row has ended.
         """
+        memory, self.memory = self.memory, None
         turn = self.continuation and self.continuation()
         if turn is None:
             return None
         prompt, read = tuple(turn.prompt), self.context
         if prompt[: len(read)] != read or len(prompt) == len(read) or turn.max_new_tokens < 1:
             raise ValueError("generate: a next turn's prompt must begin with its completion's context and add to it")
-        return Row(prompt, turn.key, turn.max_new_tokens, self.greedy, self.announce, self.memory)
+        return Row(prompt, turn.key, turn.max_new_tokens, self.greedy, self.announce, memory)
 
 
 class Queue:
@@ -195,7 +196,7 @@ def readers(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
 
 
 def read_prompts(model: InferenceModel, rows: Sequence[Row], block: KVBlock, *, pad_id: int) -> Tensor:
-    """Fills the first slots of a block with the rows' prompts; logits [N, V] after them."""
+    """Fills the first slots of a block with the rows' prompts, memories included; logits [N, V] after them."""
     logits = []
     start = 0
     for part in _micro_batches(rows):
@@ -212,15 +213,17 @@ def written_by_prefill(rows: Sequence[Row]) -> int:
 def _read(model: InferenceModel, rows: Sequence[Row], block: KVBlock, start: int, pad_id: int) -> Tensor:
     """Fills the slots of a block from `start` on with the rows' prompts; logits [N, V] after them."""
     device = block.states.device
+    unread = [row.unread for row in rows]
     for place, row in enumerate(rows, start):
         if row.memory:
             block.place(place, row.memory.states)
-    width = max(len(row.unread) for row in rows)
-    padded = [[*row.unread, *[pad_id] * (width - len(row.unread))] for row in rows]
+            row.memory = None
+    width = max(map(len, unread))
+    padded = [[*ids, *[pad_id] * (width - len(ids))] for ids in unread]
     part = block.part(start, start + len(rows))
     hidden = model.hidden(torch.tensor(padded, device=device), KVCache([part]))
     block.lengths[start : start + len(rows)] = [len(row.prompt) for row in rows]
-    last = torch.tensor([len(row.unread) - 1 for row in rows], device=device)
+    last = torch.tensor([len(ids) - 1 for ids in unread], device=device)
     return model.head(hidden[torch.arange(len(rows), device=device), last])
 
 

@@ -43,19 +43,20 @@ class StaticDecoder:
         batch = self._open_batch(model, rows)
         batch.begin(temperature)
         padding = BLOCK_PADDING[model.device.type]
-        queue = Queue(rows, min(self._max_rows, batch.slots))
+        slots = min(self._max_rows, len(rows))  # no more, or the bytes of a call would depend on calls before
+        queue = Queue(rows, slots)
         running: dict[int, Row] = {}  # by slot
         while running or queue:
             taken = queue.take(len(running))
             if not running and not taken:
                 continue  # no finished row had a next turn
             batch = self._with_room(batch, taken)
-            free = [slot for slot in range(batch.slots) if slot not in running]
+            free = [slot for slot in range(slots) if slot not in running]
             for block in in_blocks(taken, padding):
-                slots, free = free[: len(block)], free[len(block) :]
-                self._join(model, batch, block, slots)
-                running.update(zip(slots, block, strict=True))
-            width = _compact(batch, running)
+                places, free = free[: len(block)], free[len(block) :]
+                self._join(model, batch, block, places)
+                running.update(zip(places, block, strict=True))
+            width = _compact(batch, running, slots)
             self._burst(batch, running, width)
             for slot, row in list(running.items()):
                 if row.finished:
@@ -93,7 +94,8 @@ class StaticDecoder:
     def _burst(self, batch: StaticBatch, running: dict[int, Row], width: int) -> None:
         """Draws some ids for every row; what lies behind a row's end is dropped."""
         steps = min(BURST, max(row.missing for row in running.values()))
-        reached = max(row.num_read for row in running.values()) + steps
+        # a row's own end, not the slot's, for slots are as long as calls before have made them
+        reached = max(min(row.num_read + steps, len(row.prompt) + row.limit) for row in running.values())
         drawn = batch.burst(width, min(_round_up(reached, VISIBLE_STEP), batch.capacity), steps)
         for slot, row in running.items():
             known = 1 if row.completion.ids else 0  # the id that a row joined with was drawn, but not looked at
@@ -103,9 +105,9 @@ class StaticDecoder:
                     break
 
 
-def _compact(batch: StaticBatch, running: dict[int, Row]) -> int:
-    """Moves rows to the first slots as far as fewer slots will then do; returns how many do."""
-    width = min(max(MIN_WIDTH, 1 << (len(running) - 1).bit_length()), batch.slots)
+def _compact(batch: StaticBatch, running: dict[int, Row], slots: int) -> int:
+    """Moves rows to the first of the slots in use as far as fewer slots will then do; returns how many do."""
+    width = min(max(MIN_WIDTH, 1 << (len(running) - 1).bit_length()), slots)
     outside = [slot for slot in running if slot >= width]
     free = [slot for slot in range(width) if slot not in running][: len(outside)]
     if outside:
