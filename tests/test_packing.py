@@ -14,9 +14,10 @@ from pipeline.errors import ParamsError
 from pipeline.model import packing
 from pipeline.model.packing import Packing, pack
 from pipeline.model.transformer import CausalLM
-from tests.test_kv_cache import CONFIGS, MODELS, make
+from tests.test_kv_cache import CONFIGS, UNCACHED, make
 
 CPU = torch.device("cpu")
+MODELS = dict(zip(CONFIGS, UNCACHED.values(), strict=True))
 ids = st.lists(st.integers(0, 52), min_size=1, max_size=12)
 rows = st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 52), max_size=15)), min_size=1, max_size=8)
 

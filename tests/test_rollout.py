@@ -342,10 +342,12 @@ def test_a_next_turn_must_go_on_from_its_completion(model: CausalLM) -> None:
         lambda ids: ([5, 6, 8, *ids, 1], 4),
         lambda ids: ([5, 6], 4),
         lambda ids: ([5, 6, 7, *ids[:-1]], 4),
+        lambda ids: ([5, 6, 7, *ids], 4),
+        lambda ids: ([5, 6, 7, *ids[:-1], ids[-1] ^ 1, 1], 4),
         lambda ids: ([5, 6, 7, *ids, 1], 0),
     ]
     for make in wrong:
-        with pytest.raises(ValueError, match="must begin with its completion's context"):
+        with pytest.raises(ValueError, match="must begin with its prompt and completion"):
             engine.generate(
                 [[5, 6, 7]],
                 keys=[1],
@@ -478,6 +480,15 @@ def test_no_dropout_no_gradient_and_the_mode_is_restored() -> None:
     assert noisy.training and not steady.training
     noisy(torch.tensor([[1, 2, 3]])).sum().backward()  # nothing of inference mode stays behind
     assert noisy.lm_head.weight.grad is not None
+
+
+def test_an_outer_autocast_changes_nothing(model: CausalLM) -> None:
+    expected = sample(make_engine(model))
+    engine = make_engine(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        done = [sample(engine), sample(engine)]
+    for each in done:
+        assert_same(expected, each)
 
 
 def test_the_present_weights_are_sampled_from() -> None:

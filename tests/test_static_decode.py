@@ -30,6 +30,7 @@ from pipeline.rollout.sampling import draw, draw_flagged
 from pipeline.rollout.static_batch import StaticBatch
 from pipeline.rollout.static_decode import StaticDecoder
 from pipeline.rollout.torch_engine import TorchRolloutEngine
+from pipeline.rollout.truncation import Truncation
 
 YARN = RopeScaling(factor=4.0, original_max_position_embeddings=16, beta_fast=2.0, beta_slow=1.0, attention_factor=1.2)
 GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
@@ -350,6 +351,8 @@ def test_mixtures_keep_shapes_that_follow_the_rows() -> None:
     mixture = make_model(use_moe=True)
     with pytest.raises(ValueError, match="need a dense model"):
         make_engine(mixture)
+    with pytest.raises(ValueError, match="know no truncation"):
+        make_engine(MODELS["dense"], truncation=Truncation(top_k=3))
     for model in (mixture, MODELS["dense"]):
         assert isinstance(TorchRolloutEngine(model, stop_ids=STOPS, pad_id=PAD, max_rows=4)._decoder, BlockDecoder)
 

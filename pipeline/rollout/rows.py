@@ -110,9 +110,9 @@ class Row:
         turn = self.continuation and self.continuation()
         if turn is None:
             return None
-        prompt, read = tuple(turn.prompt), self.context
-        if prompt[: len(read)] != read or len(prompt) == len(read) or turn.max_new_tokens < 1:
-            raise ValueError("generate: a next turn's prompt must begin with its completion's context and add to it")
+        prompt, before = tuple(turn.prompt), (*self.prompt, *self.completion.ids)
+        if prompt[: len(before)] != before or len(prompt) == len(before) or turn.max_new_tokens < 1:
+            raise ValueError("generate: a next turn must begin with its prompt and completion and add to them")
         return Row(prompt, turn.key, turn.max_new_tokens, self.greedy, self.announce, memory)
 
 

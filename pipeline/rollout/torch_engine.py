@@ -54,6 +54,8 @@ class TorchRolloutEngine:
             static = model.lm_head.weight.device.type == "cuda" and not model.config.use_moe and truncation is None
         if static and model.config.use_moe:
             raise ValueError("static shapes need a dense model: which experts a token goes to decides the shapes of a mixture")
+        if static and truncation is not None:
+            raise ValueError("static shapes know no truncation: leave one of the two out")
         self._source = model
         self._autocast_dtype = autocast_dtype
         self._model: InferenceModel | None = None
@@ -109,11 +111,12 @@ class TorchRolloutEngine:
         was_training = self._source.training
         self._source.eval()
         try:
-            if self._model is None:
-                self._model = InferenceModel(self._source, self._autocast_dtype)
-            else:
-                self._model.refresh()
-            with torch.inference_mode():
+            # what is computed in which type is the model's own affair
+            with torch.inference_mode(), torch.autocast(self._source.lm_head.weight.device.type, enabled=False):
+                if self._model is None:
+                    self._model = InferenceModel(self._source, self._autocast_dtype)
+                else:
+                    self._model.refresh()
                 yield self._model
         finally:
             self._source.train(was_training)
