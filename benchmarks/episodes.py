@@ -7,21 +7,24 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import interleaved
+from benchmarks.measure import Rates, Work, interleaved
 from benchmarks.report import Bar, Report
 from benchmarks.sampling import plain_forward
 from benchmarks.setting import Setting, needs
 from pipeline.checkpoint.files import load_model
+from pipeline.data.prompts import PromptTask
 from pipeline.model.transformer import CausalLM
 from pipeline.params import load_params
+from pipeline.params.schema import Agent
 from pipeline.rollout.episodes import run_episodes
 from pipeline.rollout.records import Completion, Continuation, NextTurn, RolloutEngine, StopReason, Trajectory
 from pipeline.rollout.sampling import draw, uniforms
 from pipeline.text.chat import ChatEncoder
-from pipeline.text.tokenizer import load_tokenizer
+from pipeline.text.tokenizer import Tokenizer, load_tokenizer
 from pipeline.training.policy_setup import open_engine, open_prompts
 
 NUM_TRAJECTORIES = 32
+PLAIN, ALONE = "one at a time, plain loop", "one at a time, our engine"
 Finished = Callable[[int, Completion], Continuation | None]
 
 
@@ -104,16 +107,44 @@ def turn_by_turn(
 
 
 def episodes(setting: Setting) -> Report:
-    """On the policy that full_sft left and the prompts of stage agent."""
+    """On the prompts of stage agent, by the policy that the stage starts from and by the one that it leaves."""
     params = load_params()
     settings = params.agent
     tokenizer = load_tokenizer(needs("data/tokenizer", "tokenizer"))
-    model = setting.device.prepare(load_model(needs("checkpoints/full_sft.pth", "full_sft"), tokenizer_digest=tokenizer.digest))
     prepared = needs("data/prepared/agent", "data@agent")
     prompts = open_prompts(Path(prepared), settings, tokenizer, params.data.max_dropped_frac, setting.say)
     distinct = [task for index in range(prompts.batches_per_epoch) for task in prompts.batch(0, index)]
     groups = -(-NUM_TRAJECTORIES // settings.group_size)
     tasks = [task for task in distinct[:groups] for _ in range(settings.group_size)][:NUM_TRAJECTORIES]
+    rows, bars, turns = [], [], []
+    for policy in ("full_sft", "agent"):
+        path = needs(f"checkpoints/{policy}.pth", policy)
+        model = setting.device.prepare(load_model(path, tokenizer_digest=tokenizer.digest)).eval()
+        rates, done = _compare(setting, model, tokenizer, tasks, settings)
+        own = rates["ours"].median
+        times = {name: own / rate.median for name, rate in rates.items()}
+        rows += [(policy, name, f"{rate.median:.2f}", f"{rate.spread:.0%}", f"{times[name]:.2f}") for name, rate in rates.items()]
+        same = sum(ours.ids == theirs.ids for ours, theirs in zip(done["ours"], done[PLAIN], strict=True))
+        mean = sum(len(trajectory.turns) for trajectory in done["ours"]) / NUM_TRAJECTORIES
+        turns.append(
+            f"{mean:.2f} turns on average by {policy} ({same} of {NUM_TRAJECTORIES} trajectories have the same ids as ours)"
+        )
+        bars += [
+            Bar(f"agent episodes of {policy} against a plain loop, one at a time, full re-prefill", times[PLAIN], 8.0),
+            Bar(f"agent episodes of {policy} against our engine, one at a time", times[ALONE]),
+        ]
+    workload = (
+        f"{NUM_TRAJECTORIES} trajectories of stage agent in groups of {settings.group_size}, {model.config.hidden_size} x "
+        f"{model.config.num_hidden_layers}, at most {settings.max_turns} turns, tools called for real; the plain loop draws with "
+        f"the same numbers. {'; '.join(turns)}."
+    )
+    return Report("episodes", workload, ("policy", "", "episodes/s", "spread", "ours is x times as fast"), rows, bars)
+
+
+def _compare(
+    setting: Setting, model: CausalLM, tokenizer: Tokenizer, tasks: Sequence[PromptTask], settings: Agent
+) -> tuple[dict[str, Rates], dict[str, list[Trajectory]]]:
+    """Episodes per second of each way, and its last trajectories."""
     encoder = ChatEncoder(tokenizer)
     common: dict[str, Any] = {
         "max_turns": settings.max_turns,
@@ -122,12 +153,10 @@ def episodes(setting: Setting) -> Report:
         "temperature": settings.temperature,
     }
     together = open_engine(model, tokenizer, setting.device, max_rows=NUM_TRAJECTORIES)
-    alone = Forgetful(open_engine(model, tokenizer, setting.device, max_rows=1))
-    plain = PlainEngine(model.eval(), tokenizer.eos_id)
     done: dict[str, list[Trajectory]] = {}
 
     def at_once() -> float:
-        done["together"] = run_episodes(together, encoder, tokenizer, tasks, keys=range(NUM_TRAJECTORIES), **common)
+        done["ours"] = run_episodes(together, encoder, tokenizer, tasks, keys=range(NUM_TRAJECTORIES), **common)
         return float(NUM_TRAJECTORIES)
 
     def one_by_one(name: str, engine: RolloutEngine) -> float:
@@ -135,27 +164,9 @@ def episodes(setting: Setting) -> Report:
         done[name] = [run_episodes(engine, encoder, tokenizer, [task], keys=[key], **common)[0] for task, key in rows]
         return float(NUM_TRAJECTORIES)
 
-    ways = {
+    ways: dict[str, Work] = {
         "ours": at_once,
-        "one at a time, plain loop": lambda: one_by_one("plain", plain),
-        "one at a time, our engine": lambda: one_by_one("alone", alone),
+        PLAIN: partial(one_by_one, PLAIN, PlainEngine(model, tokenizer.eos_id)),
+        ALONE: partial(one_by_one, ALONE, Forgetful(open_engine(model, tokenizer, setting.device, max_rows=1))),
     }
-    rates = interleaved(ways, repeats=setting.repeats, device=setting.torch_device)
-    same = sum(ours.ids == theirs.ids for ours, theirs in zip(done["together"], done["plain"], strict=True))
-    own = rates["ours"].median
-    turns = sum(len(trajectory.turns) for trajectory in done["together"]) / NUM_TRAJECTORIES
-    workload = (
-        f"{NUM_TRAJECTORIES} trajectories of stage agent in groups of {settings.group_size}, {model.config.hidden_size} x "
-        f"{model.config.num_hidden_layers}, at most {settings.max_turns} turns ({turns:.2f} on average), tools called for real; "
-        f"the plain loop draws with the same numbers ({same} of {NUM_TRAJECTORIES} trajectories have the same ids as ours)."
-    )
-    rows = [(name, f"{rate.median:.2f}", f"{rate.spread:.0%}", f"{own / rate.median:.2f}") for name, rate in rates.items()]
-    bars = [
-        Bar(
-            "agent episodes against a plain loop, one at a time, full re-prefill",
-            own / rates["one at a time, plain loop"].median,
-            8.0,
-        ),
-        Bar("agent episodes against our engine, one at a time", own / rates["one at a time, our engine"].median),
-    ]
-    return Report("episodes", workload, ("", "episodes/s", "spread", "ours is x times as fast"), rows, bars)
+    return interleaved(ways, repeats=setting.repeats, device=setting.torch_device), done

@@ -1,7 +1,7 @@
 """How fast the pipeline is on this machine, beside what others would do: `python benchmarks/run.py [--device cuda] [NAME ...]`.
 
 Writes benchmarks/results/<machine>.md. Every comparison is one run in which the ways take turns; figures are medians.
-What needs trained weights takes those of this repository (`dvc repro reward`); what needs trl needs `make interop`.
+What needs trained weights takes those of this repository (`dvc repro reward agent`); what needs trl needs `make interop`.
 """
 
 import importlib.metadata
