@@ -237,4 +237,5 @@ def wait_for(condition: Callable[[], object], what: str, timeout_s: float = PATI
 
 def run_folders(root: Path, stage: str) -> list[Path]:
     """The stage's run folders, oldest first."""
-    return sorted((about.parent for about in (root / ".runs" / stage).glob("*/*/run.json")), key=os.path.getctime)
+    folders = [about.parent for about in (root / ".runs" / stage).glob("*/*/run.json")]
+    return sorted(folders, key=lambda folder: json.loads((folder / "run.json").read_text())["started_s"])
