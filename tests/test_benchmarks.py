@@ -4,8 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_rollout import KEYS, PROMPTS, assert_same, play_turns
+from test_rollout import make_model as make_small_model
 from tiny_runs import CPU, chats, make_model, make_set, tokenizer_fixture
 
+from benchmarks.episodes import OneAtATime, by_engine, by_plain_loop, by_transformers
 from benchmarks.measure import interleaved
 from benchmarks.mfu import FullRows, flops_per_token
 from benchmarks.models import config_of, transformers_twin
@@ -25,6 +28,8 @@ from pipeline.data.batches import SupervisedBatches
 from pipeline.errors import DataError
 from pipeline.model.config import num_parameters
 from pipeline.params import load_params
+from pipeline.rollout.records import StopReason
+from pipeline.rollout.torch_engine import TorchRolloutEngine
 from pipeline.text.tokenizer import Tokenizer
 
 tokenizer = tokenizer_fixture
@@ -118,3 +123,19 @@ def test_a_loss_of_more_than_five_per_cent_is_named(tmp_path: Path) -> None:
 def test_what_is_missing_is_said_with_the_command_that_makes_it() -> None:
     with pytest.raises(DataError, match=r"nowhere/x: no such file; `dvc repro full_sft` makes it"):
         needs("nowhere/x", "full_sft")
+
+
+def test_one_at_a_time_takes_the_turns_that_our_engine_takes() -> None:
+    model, stop, pad, greedy = make_small_model(), 9, 0, [False] * len(PROMPTS)
+    engine = TorchRolloutEngine(model, stop_ids=[stop], pad_id=pad, max_rows=4)
+    expected = play_turns(engine, PROMPTS, KEYS, greedy)
+    for complete in (by_plain_loop(model, stop), by_engine(engine)):
+        for done, ours in zip(play_turns(OneAtATime(complete), PROMPTS, KEYS, greedy), expected, strict=True):
+            assert_same(ours, done)
+    twin = transformers_twin(model)
+    said = play_turns(OneAtATime(by_transformers(twin, stop, pad)), PROMPTS, KEYS, greedy)
+    for turn, done in enumerate(said):
+        for key, completion in zip(KEYS, done, strict=True):
+            assert completion is not None
+            assert (completion.stop is StopReason.EOS) == (completion.ids[-1] == stop) and stop not in completion.ids[:-1]
+            assert len(completion.ids) == 2 + (key + 3 * turn) % 9 or completion.stop is StopReason.EOS
