@@ -50,6 +50,17 @@ def twin(lineage: Lineage, folder: Path) -> Result:
     return Result.of(root, "pretrain")
 
 
+@pytest.fixture(scope="module")
+def life_s(lineage: Lineage, folder: Path) -> float:
+    """Seconds that an undisturbed trainer holds the stage."""
+    root = lineage.copy_for("pretrain", folder / "timed", {}).root
+    trainer = start(root, "pretrain")
+    wait_until_it_holds(root, trainer)
+    began = time.monotonic()
+    assert trainer.wait() == 0
+    return time.monotonic() - began
+
+
 @pytest.fixture
 def project(lineage: Lineage, folder: Path) -> Iterator[Project]:
     root = folder / "project"
@@ -96,12 +107,14 @@ def finish(root: Path, twin: Result) -> str:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_at_any_moment_saves_and_the_run_goes_on(project: Project, twin: Result, signum: signal.Signals) -> None:
+def test_a_signal_at_any_moment_saves_and_the_run_goes_on(
+    project: Project, twin: Result, life_s: float, signum: signal.Signals
+) -> None:
     rng, stopped = random.Random(signum), 0
     while True:
         trainer = start(project.root, "pretrain")
         wait_until_it_holds(project.root, trainer)
-        trainer.process.join(rng.uniform(0.0, 0.7))
+        trainer.process.join(rng.uniform(0.0, 0.6 * life_s))
         with suppress(ProcessLookupError):  # it has ended
             trainer.signal(signum)
         if trainer.wait() == 0:
