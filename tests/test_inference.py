@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.model.inference import InferenceModel
-from pipeline.model.kv_cache import KVBlock, KVCache
+from pipeline.model.kv_block import KVBlock
+from pipeline.model.kv_cache import KVCache
 
 MODELS = DENSE | {"experts": make_model(use_moe=True), "one_expert": make_model(use_moe=True, num_experts_per_tok=1)}
 IDS = torch.tensor([[5, 6, 7, 8], [9, 8, 30, 1]])

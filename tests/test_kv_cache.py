@@ -11,7 +11,8 @@ from torch import Tensor
 from pipeline.errors import ParamsError
 from pipeline.model.config import ModelConfig
 from pipeline.model.inference import InferenceModel
-from pipeline.model.kv_cache import KVBlock, KVCache
+from pipeline.model.kv_block import KVBlock
+from pipeline.model.kv_cache import KVCache
 from pipeline.model.transformer import CausalLM
 from pipeline.params.schema import RopeScaling
 

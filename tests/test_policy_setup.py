@@ -12,7 +12,7 @@ from tiny_runs import CPU, SAMPLING
 
 from pipeline.errors import ParamsError
 from pipeline.model.inference import InferenceModel
-from pipeline.model.kv_cache import KVBlock
+from pipeline.model.kv_block import KVBlock
 from pipeline.model.transformer import CausalLM
 from pipeline.training import policy_setup
 from pipeline.training.policy_setup import open_rollout, rows_in_memory

@@ -14,7 +14,8 @@ from torch import Tensor
 from pipeline.errors import ParamsError
 from pipeline.model.config import ModelConfig
 from pipeline.model.inference import InferenceModel
-from pipeline.model.kv_cache import KVBlock, KVCache
+from pipeline.model.kv_block import KVBlock
+from pipeline.model.kv_cache import KVCache
 from pipeline.model.packing import pack
 from pipeline.model.transformer import CausalLM
 from pipeline.rollout import block_decode

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.model.kv_cache import KVCache, Prefixes, Span
+from pipeline.model.kv_block import Prefixes
+from pipeline.model.kv_cache import KVCache, Span
 from pipeline.model.lora import LoraLinear
 from pipeline.model.moe import SwiGLU
 from pipeline.model.transformer import Block, CausalLM

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from pipeline.model.inference import InferenceModel
-from pipeline.model.kv_cache import KVBlock, KVCache
+from pipeline.model.kv_block import KVBlock
+from pipeline.model.kv_cache import KVCache
 from pipeline.rollout.records import Completion, Continuation, StopReason
 
 PREFILL_TOKENS = 2048

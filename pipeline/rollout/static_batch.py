@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from pipeline.model.inference import InferenceModel
-from pipeline.model.kv_cache import CacheForward, KVBlock, KVCache, Span
+from pipeline.model.kv_block import KVBlock
+from pipeline.model.kv_cache import CacheForward, KVCache, Span
 from pipeline.rollout.rows import Row
 from pipeline.rollout.sampling import draw_flagged, uniforms
 

@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 
 from pipeline.model.config import ModelConfig
 from pipeline.model.inference import InferenceModel
-from pipeline.model.kv_cache import KVBlock
+from pipeline.model.kv_block import KVBlock
 from pipeline.rollout.rows import BLOCK_PADDING, Queue, Row, in_blocks, read_prompts, readers, written_by_prefill
 from pipeline.rollout.static_batch import StaticBatch
 

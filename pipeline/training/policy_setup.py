@@ -11,7 +11,7 @@ from pipeline.checkpoint.reward import load_reward_model
 from pipeline.data.prompts import PromptSet, PromptTask
 from pipeline.errors import ParamsError
 from pipeline.model.config import ModelConfig
-from pipeline.model.kv_cache import KVBlock
+from pipeline.model.kv_block import KVBlock
 from pipeline.model.transformer import CausalLM
 from pipeline.params.schema import Agent, Group, Sampling
 from pipeline.rewards.model import ExternalRewardModel, RewardScorer, TrainedRewardModel
