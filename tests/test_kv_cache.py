@@ -201,6 +201,22 @@ def test_small_blocks_are_joined_where_that_wastes_little():
         assert len(cache.blocks) == blocks and cache.slots == 3 * blocks
 
 
+@pytest.mark.parametrize(("padding", "blocks"), [(8, 1), (4, 1), (3, 2)])
+def test_full_blocks_are_joined_where_little_is_to_be_moved(padding, blocks):
+    """Of 3 and 2 rows with 2 and 3 positions (15 at most in all), none of them with a free slot, and the earlier is the wider."""
+    model = MODELS["dense"]
+    cache = KVCache([KVBlock.allocate(model, 3, 16), KVBlock.allocate(model, 2, 12)])
+    rows = [[1] * 2, [2] * 2, [3] * 2, [4] * 3, [5] * 3]
+    with torch.inference_mode():
+        append(model, cache, rows)
+        left = cache.keep([True] * 5, padding=padding)
+        assert len(cache.blocks) == blocks and cache.slots == 5
+        assert left == ([3, 4, 0, 1, 2] if blocks == 1 else [0, 1, 2, 3, 4])
+        assert {block.capacity for block in cache.blocks} == ({16} if blocks == 1 else {16, 12})
+        for piece, row in zip(append(model, cache, [[9]] * 5), left, strict=True):
+            torch.testing.assert_close(piece[-1], whole(model, [*rows[row], 9])[-1], **CLOSE)
+
+
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_what_memory_held_before_has_no_effect(name):
     model = MODELS[name]

@@ -181,6 +181,31 @@ def test_a_next_turn_reads_on_where_the_last_has_ended(use_moe: bool, monkeypatc
 
 
 @pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("padding", [0, 1000])  # the turns share a prefix; each has its own copy
+def test_equal_next_turns_are_read_once(static: bool, padding: int, model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.rollout.block_decode.BLOCK_PADDING", {"cpu": padding})
+    first, later = [5, 6, 7], [11, 12, 13]
+
+    def finished(number: int, completion: Completion) -> Callable[[], NextTurn] | None:
+        contexts[number] = [*first, *completion.ids, *later]
+        return (lambda: NextTurn(contexts[number], 10 + number, 5)) if len(completion.ids) == 2 else None
+
+    contexts: dict[int, list[int]] = {}
+    engine = make_engine(model, static=static, stop_ids=[])
+    read = spy_on_forwards(monkeypatch)
+    done = engine.generate([first] * 4, keys=[1] * 4, max_new_tokens=2, temperature=0.7, finished=finished)
+    # prompt; the second id of each; the last of these and what is new
+    assert [shape for shape in read if shape[1] > 1] == [(1, 3), (1, 4)]
+    begun = engine.generate([first], keys=[1], max_new_tokens=2, temperature=0.7)[0].ids
+    alone = [
+        engine.generate([[*first, *begun, *later]], keys=[10 + number], max_new_tokens=5, temperature=0.7)[0]
+        for number in range(4)
+    ]
+    assert_same(alone, done)
+    assert len({tuple(completion.ids) for completion in done}) > 1
+
+
+@pytest.mark.parametrize("static", [False, True])
 def test_a_next_turn_joins_beside_rows_that_go_on(static: bool, model: CausalLM) -> None:
     told: list[str] = []
 

@@ -25,7 +25,7 @@ from pipeline.params.schema import RopeScaling
 from pipeline.rollout import static_batch, static_decode
 from pipeline.rollout.block_decode import BlockDecoder
 from pipeline.rollout.records import Completion
-from pipeline.rollout.rows import readers
+from pipeline.rollout.rows import Memory, Row, readers
 from pipeline.rollout.sampling import draw, draw_flagged
 from pipeline.rollout.static_batch import StaticBatch
 from pipeline.rollout.static_decode import StaticDecoder
@@ -338,13 +338,15 @@ def test_flagged_draws_are_draws() -> None:
     assert (got[0][greedy] == logits[greedy].argmax(dim=-1)).all() and (got[0] != logits.argmax(dim=-1)).any()
 
 
-def test_readers_are_the_first_of_equal_rows() -> None:
-    class Source:
-        def __init__(self, source: str) -> None:
-            self.source = source
-
-    rows: list[Any] = [Source(source) for source in "abbacb"]
+def test_readers_are_the_first_of_equal_prompts_and_the_others_give_up_their_memory() -> None:
+    prompts = {"a": (1, 2), "b": (1, 2, 3), "c": (3,)}
+    memories = [Memory(prompts[name][:1], torch.zeros(1)) for name in "abbacb"]
+    rows = [
+        Row(prompts[name], number, 1, False, lambda _: None, memory)
+        for number, (name, memory) in enumerate(zip("abbacb", memories, strict=True))
+    ]
     assert readers(rows) == ([rows[0], rows[1], rows[4]], [0, 1, 1, 0, 2, 1])
+    assert [row.memory for row in rows] == [memories[0], memories[1], None, None, memories[4], None]
 
 
 def test_mixtures_keep_shapes_that_follow_the_rows() -> None:

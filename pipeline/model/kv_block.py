@@ -152,8 +152,14 @@ class KVBlock:
         if self.prefixes is not None:
             self.prefixes.fit()
 
+    def has_room_for(self, other: "KVBlock") -> bool:
+        """Whether the rows of another block have slots here, long enough ones."""
+        return len(self) + len(other) <= self.slots and other.capacity <= self.capacity
+
     def absorb(self, other: "KVBlock") -> None:
-        """Appends the rows of another block, for which there must be slots; this one has no prefixes."""
+        """Appends the rows of another block; neither has prefixes."""
+        if not self.has_room_for(other):
+            self._move_all(len(self) + len(other), max(self.capacity, other.capacity))
         for row in range(len(other)):
             self.lengths.append(0)
             self.place(len(self) - 1, other.read(row))
@@ -166,12 +172,14 @@ class KVBlock:
 
     def part_with_prefixes(self) -> None:
         """Gives every row all of its positions here."""
+        self._move_all(len(self), max(self.starts) + self.capacity)
+
+    def _move_all(self, slots: int, capacity: int) -> None:
+        """Moves the rows with all of their positions into new memory."""
         rows = [self.read(row) for row in range(len(self))]
-        capacity = max(self.starts) + self.capacity
-        states = self.states.new_zeros(
-            (*self.states.shape[:2], len(rows), self.states.shape[3], capacity + 1, self.states.shape[5])
-        )
-        self.states, self.prefixes, self.sources = states, None, []
+        num_layers, both, _, num_kv_heads, _, head_dim = self.states.shape
+        self.states = self.states.new_zeros((num_layers, both, slots, num_kv_heads, capacity + 1, head_dim))
+        self.prefixes, self.sources = None, []
         for row, content in enumerate(rows):
             self.place(row, content)
 
@@ -198,7 +206,7 @@ class Prefixes(NamedTuple):
     Attributes:
         keys: [P, K, S'', D].
         values: as `keys`.
-        mask: [rows, 1, 1, S''], added to the scores.
+        mask: [P, 1, 1, S''], added to the scores.
         rows: [P, G], the rows that begin with each prefix, filled up with any row.
         places: [rows], where each row stands in the flattened `rows`.
     """
@@ -224,7 +232,7 @@ class Sharing:
         self._places = torch.tensor([places[row] for row in range(len(sources))], device=device)
         self._used = prefixes.max_length
         self._states = prefixes.states[:, :, : len(prefixes)]
-        last = torch.tensor([prefixes.lengths[source] - 1 for source in sources], device=device)
+        last = torch.tensor([length - 1 for length in prefixes.lengths], device=device)
         self._mask = visible_mask(last[:, None, None, None], self._used, prefixes.states.dtype)
 
     def of_layer(self, layer: int) -> Prefixes:

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from pipeline.model.kv_block import KVBlock, Prefixes, visible_mask
 
+MOVED = 4
+"""Blocks are moved into new memory to become one as long as that is so many times what a step may read for nothing."""
+
 
 class Span(NamedTuple):
     """What one forward reads of one block.
@@ -93,9 +96,9 @@ class KVCache:
 
         Args:
             going: per row whether it stays.
-            padding: a block goes into the free slots of the next one if its rows are shorter by at most so many positions in
-                all: what attention reads for nothing then costs less than the operations of another block. A block whose rows
-                save no more than that by sharing prefixes parts with them.
+            padding: two blocks become one if the rows of one are shorter by at most so many positions in all: what attention
+                reads for nothing then costs less than the operations of another block. A block whose rows save no more than
+                that by sharing prefixes parts with them.
         """
         left: list[tuple[KVBlock, list[int]]] = []
         start = 0
@@ -103,24 +106,27 @@ class KVCache:
             stop = start + len(block)
             numbers = [start + row for row in block.keep(going[start:stop])]
             start = stop
-            if block.prefixes is not None and len(block) and block.saved <= padding:
+            if not len(block):
+                continue
+            if block.prefixes is not None and block.saved <= padding:
                 block.part_with_prefixes()
-            if left and _fits(left[-1][0], block, padding):
-                smaller, its_numbers = left.pop()
-                block.absorb(smaller)
+            if left and _belong_together(left[-1][0], block, padding):
+                earlier, its_numbers = left.pop()
+                block.absorb(earlier)
                 numbers += its_numbers
-            if len(block):
-                left.append((block, numbers))
+            left.append((block, numbers))
         self.blocks = [block for block, _ in left]
         return [number for _, numbers in left for number in numbers]
 
 
-def _fits(block: KVBlock, other: KVBlock, padding: int) -> bool:
-    """Whether the rows of `block` have room in `other`, and `other` is so near in length that they should move there."""
-    wasted = len(block) * (other.max_length - block.max_length)
-    if block.prefixes is not None or other.prefixes is not None:
+def _belong_together(earlier: KVBlock, later: KVBlock, padding: int) -> bool:
+    """Whether two blocks are so near in length, and moving their rows is so cheap, that they should be one."""
+    if earlier.prefixes is not None or later.prefixes is not None:
         return False
-    return len(block) + len(other) <= other.slots and block.capacity <= other.capacity and 0 <= wasted <= padding
+    shorter, longer = sorted((earlier, later), key=lambda block: block.max_length)
+    if len(shorter) * (longer.max_length - shorter.max_length) > padding:
+        return False
+    return later.has_room_for(earlier) or (len(earlier) + len(later)) * longer.max_length <= MOVED * padding
 
 
 class CacheForward:

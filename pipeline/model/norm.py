@@ -1,5 +1,6 @@
 """Root-mean-square norm (Zhang and Sennrich, arXiv:1910.07467, eq. 4)."""
 
+import functools
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class _CpuRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        scale = _inverse_rms(x, eps)
         normed = x * scale
         ctx.save_for_backward(normed, scale, weight)
         return normed * weight
@@ -44,3 +45,24 @@ class _CpuRMSNorm(torch.autograd.Function):
         projected = (rows @ weight).view(scale.shape).div_(-len(weight))
         grad_x = (grad * weight).addcmul_(normed, projected).mul_(scale)
         return grad_x, rows.sum(dim=0), None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """What `RMSNorm` computes, without gradients; x [..., size], fp32, and a weight that broadcasts to it."""
+    if x.device.type == "cpu":
+        return x * _inverse_rms(x, eps) * weight
+    if weight.dim() == 1:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x, weight.shape[-1:], None, eps) * weight
+
+
+def _inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps), [..., 1], on a CPU and without gradients."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return torch.addcmul(_scalar(eps), length, length, value=1 / x.shape[-1]).rsqrt_()
+
+
+@functools.lru_cache(maxsize=8)
+def _scalar(value: float) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(value)

@@ -111,7 +111,7 @@ class BlockDecoder:
             row.noise = noise
         KVBlock.check_capacity(model.config, max(len(row.prompt) + row.limit for row in rows))
         first, sources = readers(rows)
-        if model.dtype == torch.float32 and saved_by_sharing(rows) > BLOCK_PADDING[model.device.type]:
+        if model.shares_prefixes and saved_by_sharing(rows) > BLOCK_PADDING[model.device.type]:
             prefixes = KVBlock.allocate(
                 model, len(first), max(len(row.prompt) for row in first), written=written_by_prefill(first)
             )

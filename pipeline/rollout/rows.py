@@ -68,11 +68,6 @@ class Row:
         return self.prompt[self.known :]
 
     @property
-    def source(self) -> tuple[int, tuple[int, ...]]:
-        """Equal for rows that need be read only once."""
-        return id(self.memory), self.prompt
-
-    @property
     def context(self) -> tuple[int, ...]:
         """What the model has read of a row when an id is drawn; the last id is read afterwards."""
         return (*self.prompt, *self.completion.ids[:-1])
@@ -170,7 +165,7 @@ def in_blocks(rows: Sequence[Row], padding: int) -> Iterator[list[Row]]:
             if padded > padding or (row.memory is None) != (block[0].memory is None):
                 yield block
                 block, padded, saved, distinct = [], 0, 0, 0
-        if block and row.memory is None and row.prompt == block[-1].prompt:
+        if block and row.prompt == block[-1].prompt:
             saved += len(row.prompt)
         else:
             distinct += 1
@@ -180,20 +175,22 @@ def in_blocks(rows: Sequence[Row], padding: int) -> Iterator[list[Row]]:
 
 
 def saved_by_sharing(rows: Sequence[Row]) -> int:
-    """How many positions attention need not read where rows share their prompts; a row with a memory shares none."""
-    if any(row.memory for row in rows):
-        return 0
-    first, _ = readers(rows)
-    return sum(len(row.prompt) for row in rows) - sum(len(row.prompt) for row in first)
+    """How many positions attention need not read where rows share their prompts."""
+    prompts = [row.prompt for row in rows]
+    return sum(map(len, prompts)) - sum(map(len, set(prompts)))
 
 
 def readers(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
-    """The first row of every prompt and memory, which is to be read, and for each row the number of the one that it shares."""
-    first: dict[tuple[int, tuple[int, ...]], Row] = {}
+    """The first row of every prompt, which is to be read, and for each row the number of the one whose prompt it shares.
+
+    Whoever is not to be read gives up its memory: equal ids have equal keys and values, up to rounding.
+    """
+    first: dict[tuple[int, ...], Row] = {}
     for row in rows:
-        first.setdefault(row.source, row)
-    numbers = {source: number for number, source in enumerate(first)}
-    return list(first.values()), [numbers[row.source] for row in rows]
+        if first.setdefault(row.prompt, row) is not row:
+            row.memory = None
+    numbers = {prompt: number for number, prompt in enumerate(first)}
+    return list(first.values()), [numbers[row.prompt] for row in rows]
 
 
 def read_prompts(model: InferenceModel, rows: Sequence[Row], block: KVBlock, *, pad_id: int) -> Tensor:
