@@ -137,16 +137,17 @@ def transformers_steps(twin: Any, batches: Batches, settings: Supervised, device
         nonlocal done
         before = counted.total
         for _ in range(per_call):
-            batch = counted.batch(*divmod(done, batches.batches_per_epoch))
-            ids, labels = batch.input_ids.to(device.device), batch.labels.to(device.device)
-            with device.autocast():
-                logits = twin(input_ids=ids, attention_mask=real_positions(labels).long(), use_cache=False).logits
-            loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL)
-            loss.backward()
+            for _ in range(settings.accumulation_steps):
+                batch = counted.batch(*divmod(done, batches.batches_per_epoch))
+                ids, labels = batch.input_ids.to(device.device), batch.labels.to(device.device)
+                with device.autocast():
+                    logits = twin(input_ids=ids, attention_mask=real_positions(labels).long(), use_cache=False).logits
+                loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL)
+                (loss / settings.accumulation_steps).backward()
+                done += 1
             torch.nn.utils.clip_grad_norm_(twin.parameters(), settings.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
-            done += 1
         return float(counted.total - before)
 
     return steps

@@ -24,8 +24,8 @@ from pipeline.params.schema import Supervised
 from pipeline.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from pipeline.training.preference_objective import cached_reference, live_reference
 
-BATCH_ROWS = 16
-"""Rows per step of the 64M model: those of MiniMind's full_sft, and half a micro-batch of its pretraining."""
+MICRO_BATCHES, MICRO_BATCH_ROWS = 2, 8
+"""A step of the 64M model has the 16 rows of MiniMind's full_sft, in parts that suit two cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +111,9 @@ def supervised(setting: Setting, title: str, size: str, data: Encoded, settings:
         Bar(f"{title}: share of the products' rate", own / ceiling, 0.7 if size == "minimind" else None),
     ]
     workload = (
-        f"{config.hidden_size} x {config.num_hidden_layers}, {settings.batch_size} rows of at most {data.max_seq_len} tokens; "
-        f"the products of layers and head alone, forwards and backwards, allow {ceiling:,.0f} tokens/s."
+        f"{config.hidden_size} x {config.num_hidden_layers}, {settings.accumulation_steps} x {settings.batch_size} rows a step, "
+        f"of at most {data.max_seq_len} tokens; the products of layers and head alone, forwards and backwards, allow "
+        f"{ceiling:,.0f} tokens/s."
     )
     columns = ("", "useful tokens/s", "spread", "useful", "ours is x times as fast", "share of a large matrix product")
     return Report(title, workload, columns, rows, bars)
@@ -134,7 +135,8 @@ def full_sft(setting: Setting) -> Report:
 
 def supervised_64m(setting: Setting, name: str, data: Encoded, text: str) -> Report:
     """MiniMind's size, with batches that two cores can hold."""
-    settings = getattr(profile("minimind"), name).model_copy(update={"batch_size": BATCH_ROWS, "accumulation_steps": 1})
+    rows = {"batch_size": MICRO_BATCH_ROWS, "accumulation_steps": MICRO_BATCHES}
+    settings = getattr(profile("minimind"), name).model_copy(update=rows)
     return supervised(setting, f"{name}, 64M, {text}", "minimind", data, settings, per_call=1)
 
 

@@ -6,7 +6,7 @@ does around its steps (logging, callbacks) is not counted.
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from itertools import cycle
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,13 @@ def sft_steps(model: CausalLM, rows: SupervisedBatches, settings: Supervised, fo
         train_dataset=Dataset.from_list(encoded),
         processing_class=_tokenizer(),
     )
-    return _steps(trainer, settings, per_call, count=lambda batch: float(batch["attention_mask"][:, 1:].sum()))
+    return _steps(
+        trainer,
+        settings,
+        per_call,
+        count=lambda batch: float(batch["attention_mask"][:, 1:].sum()),
+        accumulation=settings.accumulation_steps,
+    )
 
 
 def dpo_steps(model: CausalLM, pairs: PairBatches, tokenizer: Tokenizer, settings: Dpo, folder: Path, per_call: int) -> Work:
@@ -61,7 +67,8 @@ def dpo_steps(model: CausalLM, pairs: PairBatches, tokenizer: Tokenizer, setting
         train_dataset=Dataset.from_list(rows),
         processing_class=_tokenizer(),
     )
-    return _steps(trainer, settings, per_call, count=lambda batch: float(settings.batch_size))
+    pairs_per_batch = float(settings.batch_size)
+    return _steps(trainer, settings, per_call, count=lambda _: pairs_per_batch, accumulation=settings.accumulation_steps)
 
 
 def grpo_steps(
@@ -101,18 +108,18 @@ def grpo_steps(
     return _steps(trainer, settings, per_call=1, count=lambda batch: 1.0), lambda: sum(lengths) / len(lengths)
 
 
-def _steps(trainer: Any, settings: Optimizer, per_call: int, *, count: Callable[[Any], float]) -> Work:
+def _steps(trainer: Any, settings: Optimizer, per_call: int, *, count: Callable[[Any], float], accumulation: int = 1) -> Work:
     trainer.create_optimizer()
     trainer.model.train()
     batches: Iterator[Any] = cycle(trainer.get_train_dataloader())
-    trainer.current_gradient_accumulation_steps = 1  # what `train` sets before its first step
+    trainer.current_gradient_accumulation_steps = accumulation  # what `train` sets before its first step
 
     def steps() -> float:
         done = 0.0
         for _ in range(per_call):
-            batch = next(batches)
-            done += count(batch)
-            trainer.training_step(trainer.model, batch, None)
+            for batch in islice(batches, accumulation):
+                done += count(batch)
+                trainer.training_step(trainer.model, batch, None)
             torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), settings.max_grad_norm)
             trainer.optimizer.step()
             trainer.optimizer.zero_grad()
