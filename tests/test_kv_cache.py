@@ -201,9 +201,9 @@ def test_small_blocks_are_joined_where_that_wastes_little():
         assert len(cache.blocks) == blocks and cache.slots == 3 * blocks
 
 
-@pytest.mark.parametrize(("padding", "blocks"), [(8, 1), (4, 1), (3, 2)])
+@pytest.mark.parametrize(("padding", "blocks"), [(20, 1), (10, 1), (9, 2)])
 def test_full_blocks_are_joined_where_little_is_to_be_moved(padding, blocks):
-    """Of 3 and 2 rows with 2 and 3 positions (15 at most in all), none of them with a free slot, and the earlier is the wider."""
+    """Of 3 and 2 rows with 2 and 3 positions, no slot free, the earlier block the wider: together 5 rows of 16."""
     model = MODELS["dense"]
     cache = KVCache([KVBlock.allocate(model, 3, 16), KVBlock.allocate(model, 2, 12)])
     rows = [[1] * 2, [2] * 2, [3] * 2, [4] * 3, [5] * 3]

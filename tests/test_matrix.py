@@ -69,3 +69,14 @@ def test_it_packs_what_is_large_enough(dtype: torch.dtype, rows: int, packed: bo
     with torch.inference_mode(), Called() as called:
         matrix(torch.randn(rows, 512).to(dtype))
     assert ("mkldnn::_linear_pointwise" in called.names) == packed
+
+
+def test_it_works_without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = torch.randn(512, 512), torch.randn(8, 512)
+    matrix = Matrix(weight)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    with torch.inference_mode(), Called() as called:
+        weight *= 2
+        matrix.pack()
+        torch.testing.assert_close(matrix(x), expected(x, weight), atol=1e-4, rtol=1e-4)
+    assert "mkldnn::_linear_pointwise" not in called.names

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pipeline.model.kv_block import KVBlock, Prefixes, visible_mask
 
-MOVED = 4
-"""Blocks are moved into new memory to become one as long as that is so many times what a step may read for nothing."""
+MOVED = 8
+"""Blocks are moved into new memory to become one as long as that has so many times what a step may read for nothing."""
 
 
 class Span(NamedTuple):
@@ -126,7 +126,8 @@ def _belong_together(earlier: KVBlock, later: KVBlock, padding: int) -> bool:
     shorter, longer = sorted((earlier, later), key=lambda block: block.max_length)
     if len(shorter) * (longer.max_length - shorter.max_length) > padding:
         return False
-    return later.has_room_for(earlier) or (len(earlier) + len(later)) * longer.max_length <= MOVED * padding
+    needed = (len(earlier) + len(later)) * max(earlier.capacity, later.capacity)
+    return later.has_room_for(earlier) or needed <= MOVED * padding
 
 
 class CacheForward:

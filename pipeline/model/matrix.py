@@ -22,11 +22,12 @@ class Matrix:
             weight: [outputs, inputs], kept; who writes to it calls `pack` afterwards.
         """
         self.weight = weight
-        self._packed: Tensor | None = None
+        self._packed: Tensor | None
         self.pack()
 
     def pack(self) -> None:
         """Takes over what the weight holds now."""
+        self._packed = None
         if self.weight.device.type == "cpu" and self.weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight)
 

@@ -1,6 +1,5 @@
 """Root-mean-square norm (Zhang and Sennrich, arXiv:1910.07467, eq. 4)."""
 
-import functools
 from typing import Any
 
 import torch
@@ -59,10 +58,4 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     """1 / sqrt(mean(x^2) + eps), [..., 1], on a CPU and without gradients."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return torch.addcmul(_scalar(eps), length, length, value=1 / x.shape[-1]).rsqrt_()
-
-
-@functools.lru_cache(maxsize=8)
-def _scalar(value: float) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.tensor(value)
+    return torch.addcmul(x.new_full((), eps), length, length, value=1 / x.shape[-1]).rsqrt_()
