@@ -26,6 +26,8 @@ from pipeline.training.preference_objective import cached_reference, live_refere
 
 MICRO_BATCHES, MICRO_BATCH_ROWS = 2, 8
 """A step of the 64M model has the 16 rows of MiniMind's full_sft, in parts that suit two cores."""
+STEPS_AT_ONCE = {"pretrain": 2, "full_sft": 6}
+"""Of the 64M model: about as many tokens of documents as of chats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +61,23 @@ def of_file(name: str, source: Path, folder: Path, max_seq_len: int) -> Encoded:
     return Encoded(encoded / "train.arrow", tokenizer, max_seq_len)
 
 
-def supervised(setting: Setting, title: str, size: str, data: Encoded, settings: Supervised, *, per_call: int) -> Report:
-    """A stage's steps with its own batches, with two other paddings, with `transformers` and with trl."""
+def supervised(
+    setting: Setting, title: str, size: str, data: Encoded, settings: Supervised, *, per_call: int, padded_per_call: int
+) -> Report:
+    """A stage's steps with its own batches, with two other paddings, with `transformers` and with trl.
+
+    Batches differ in length, so that a rate is one of `per_call` steps; padded to `max_seq_len` they do not.
+    """
     config = config_of(size, vocabulary=data.tokenizer.vocab_size)
     common: dict[str, Any] = {"batch_size": settings.batch_size, "seed": settings.seed, "tokenizer": data.tokenizer}
     ours = SupervisedBatches(data.path, **common)
     to_longest, to_limit = Padded(data.path, **common), Padded(data.path, **common, width=data.max_seq_len)
     twin = transformers_twin(make_model(config, setting.torch_device))
-    step = partial(our_steps, settings=settings, device=setting.device, per_call=per_call)
+    step = partial(our_steps, settings=settings, device=setting.device)
     ways: Mapping[str, Work] = {
-        "ours": step(make_model(config, setting.torch_device), ours),
-        "padded to the longest of the batch": step(make_model(config, setting.torch_device), to_longest),
-        "padded to max_seq_len": step(make_model(config, setting.torch_device), to_limit),
+        "ours": step(make_model(config, setting.torch_device), ours, per_call=per_call),
+        "padded to the longest of the batch": step(make_model(config, setting.torch_device), to_longest, per_call=per_call),
+        "padded to max_seq_len": step(make_model(config, setting.torch_device), to_limit, per_call=padded_per_call),
         "transformers, padded to the longest": transformers_steps(twin, to_longest, settings, setting.device, per_call),
         "trl's SFTTrainer, padded to the longest": with_trl.sft_steps(
             make_model(config, setting.torch_device),
@@ -123,21 +130,23 @@ def pretrain(setting: Setting) -> Report:
     """The embedded world at micro size."""
     settings = load_params().pretrain
     data = of_lineage("pretrain", settings.max_seq_len)
-    return supervised(setting, "pretrain, micro, world", "micro", data, settings, per_call=40)
+    return supervised(setting, "pretrain, micro, world", "micro", data, settings, per_call=40, padded_per_call=40)
 
 
 def full_sft(setting: Setting) -> Report:
     """The embedded world at micro size."""
     settings = load_params().full_sft
     data = of_lineage("full_sft", settings.max_seq_len)
-    return supervised(setting, "full_sft, micro, world", "micro", data, settings, per_call=40)
+    return supervised(setting, "full_sft, micro, world", "micro", data, settings, per_call=40, padded_per_call=40)
 
 
 def supervised_64m(setting: Setting, name: str, data: Encoded, text: str) -> Report:
     """MiniMind's size, with batches that two cores can hold."""
     rows = {"batch_size": MICRO_BATCH_ROWS, "accumulation_steps": MICRO_BATCHES}
     settings = getattr(profile("minimind"), name).model_copy(update=rows)
-    return supervised(setting, f"{name}, 64M, {text}", "minimind", data, settings, per_call=1)
+    return supervised(
+        setting, f"{name}, 64M, {text}", "minimind", data, settings, per_call=STEPS_AT_ONCE[name], padded_per_call=1
+    )
 
 
 def dpo(setting: Setting) -> Report:
