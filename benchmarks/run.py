@@ -60,19 +60,21 @@ def main(
         runtime = load_params().runtime.model_copy(update={"device": device})
         setting = Setting(open_device(runtime), repeats, Path(scratch), partial(print, file=sys.stderr, flush=True))
         reports, failed = [], False
-        for name in names or known:
-            started = time.perf_counter()
-            try:
-                reports.append(known[name](setting))
-            except PipelineError as error:
-                failed = True
-                setting.say(f"{name}: {error}")
-                continue
-            peak_gib = setting.device.peak_memory_bytes() / 2**30
-            reports[-1].workload += f" Peak memory of the process until here: {peak_gib:.1f} GiB."
-            setting.say(f"{name}: {time.perf_counter() - started:.0f} s")
-            print(reports[-1].markdown(), flush=True)
-    lost = keep(reports, head(setting), RESULTS, machine.file_name(setting.torch_device))
+        try:
+            for name in names or known:
+                started = time.perf_counter()
+                try:
+                    reports.append(known[name](setting))
+                except PipelineError as error:
+                    failed = True
+                    setting.say(f"{name}: {error}")
+                    continue
+                peak_gib = setting.device.peak_memory_bytes() / 2**30
+                reports[-1].workload += f" Peak memory of the process until here: {peak_gib:.1f} GiB."
+                setting.say(f"{name}: {time.perf_counter() - started:.0f} s")
+                print(reports[-1].markdown(), flush=True)
+        finally:  # what has been measured is kept, whatever comes after it
+            lost = keep(reports, head(setting), RESULTS, machine.file_name(setting.torch_device))
     for line in lost:
         setting.say(f"slower than before: {line}")
     missed = [bar.name for report in reports for bar in report.bars if bar.verdict == "MISSED"]

@@ -67,7 +67,7 @@ def rollout_64m(setting: Setting) -> Report:
 
 
 def rollout_micro(setting: Setting) -> Report:
-    """The same at micro size, with the rows of its stage grpo."""
+    """At micro size, against `generate` and a plain loop."""
     config = config_of("micro")
     mixed = draw_workload(12, 8, prompt_lengths=(16, 128), new_tokens=(1, 96), vocabulary=config.vocab_size)
     report, times = compare_rollouts(setting, "rollout, micro", config, mixed)
