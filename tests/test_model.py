@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,12 @@ import pytest
 import torch
 import transformers
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from pipeline.checkpoint.files import load_foreign
 from pipeline.errors import ParamsError
@@ -133,16 +136,89 @@ def test_yarn_band_is_the_published_one():
     torch.testing.assert_close(ratio[:9], torch.ones(9), **CLOSE)
     torch.testing.assert_close(ratio[21:], torch.full((27,), 16.0), **CLOSE)
     assert 1.0 < ratio[9] < ratio[20] < 16.0
-    inside = replace(config, max_position_embeddings=2048)
-    assert torch.equal(rope_frequencies(inside), rope_frequencies(replace(inside, rope_scaling=None)))
 
 
-def test_yarn_divides_the_slowest_pair_where_the_band_leaves_the_head():
-    # d = 8, theta 100, window 2048: low = floor(2.02) = 2, high = min(ceil(5.03), d / 2 - 1) = 3, so ramp = 0, 0, 0, 1.
+def test_yarn_stretches_the_slowest_pair_in_part_where_the_band_leaves_the_head():
+    # d = 8, theta 100, window 2048: low = floor(2.02) = 2, high = ceil(5.03) = 6; of pairs 0 to 3 the last has ramp 1/4,
+    # and 1 / (1 - 1/4 + 1/4 / 4) = 16 / 13.
     scaling = RopeScaling(factor=4.0, original_max_position_embeddings=2048, beta_fast=32.0, beta_slow=1.0, attention_factor=1.0)
     config = replace(SMALL, head_dim=8, rope_theta=100.0, max_position_embeddings=4096, rope_scaling=scaling)
     ratio = rope_frequencies(replace(config, rope_scaling=None)) / rope_frequencies(config)
-    torch.testing.assert_close(ratio, torch.tensor([1.0, 1.0, 1.0, 4.0]), **CLOSE)
+    torch.testing.assert_close(ratio, torch.tensor([1.0, 1.0, 1.0, 16 / 13]), **CLOSE)
+
+
+def yarn_section(
+    head_dim: int, theta: float, window: int, longer: int, betas: tuple[float, float], factor: float
+) -> dict[str, Any]:
+    """Section `model` of a parameter file, with YaRN."""
+    names = ModelParams.model_fields
+    scaling = {"factor": factor, "original_max_position_embeddings": window, "attention_factor": 1.1}
+    return {
+        **{name: getattr(SMALL, name) for name in names},
+        "head_dim": head_dim,
+        "rope_theta": theta,
+        "max_position_embeddings": window + longer,
+        "rope_scaling": scaling | {"beta_fast": betas[0], "beta_slow": betas[1]},
+    }
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    head_dim=st.sampled_from([2, 4, 8, 16, 32, 96, 128]),
+    theta=st.sampled_from([1.5, 100.0, 1e3, 1e4, 1e6, 1e9]),
+    window=st.one_of(st.sampled_from([1, 6, 16, 340, 2048, 4000]), st.integers(1, 40000)),
+    longer=st.integers(-2, 400),
+    betas=st.tuples(st.sampled_from([0.5, 2.0, 32.0, 1e3, 1e6]), st.sampled_from([1e-6, 0.25, 1.0, 8.0, 1e3])),
+    factor=st.floats(1.01, 64.0),
+)
+@example(head_dim=16, theta=1e3, window=4000, longer=400, betas=(32.0, 1.0), factor=4.0)  # the band ends behind the last pair
+@example(head_dim=96, theta=1e6, window=2048, longer=30720, betas=(32.0, 1.0), factor=16.0)  # MiniMind's
+def test_yarn_is_obeyed_as_by_transformers_or_refused(head_dim, theta, window, longer, betas, factor):
+    """The angles of the last positions, which differ most, are those of transformers; it stretches in what is refused nothing.
+
+    The oracle is transformers' own table; how far the two are apart is bounded by fp32's rounding of a position times 2 pi.
+    """
+    section = yarn_section(head_dim, theta, window, longer, betas, factor)
+    try:
+        params = ModelParams.model_validate(section)
+    except ValidationError as error:
+        reasons = str(error)
+        assert "rope_scaling.beta_" in reasons or longer <= 0 and "max_position_embeddings" in reasons
+        return
+    config = ModelConfig.from_params(params, SMALL.vocab_size)
+    rotary = Qwen3RotaryEmbedding(transformers.Qwen3Config(**qwen3_config(config)))
+    plain = rope_frequencies(replace(config, rope_scaling=None))
+    torch.testing.assert_close(rope_frequencies(config), rotary.inv_freq, rtol=1e-6, atol=0.0)
+    assert not torch.allclose(rope_frequencies(config), plain, rtol=1e-6, atol=0.0)  # what is set is active
+    positions = torch.arange(min(config.max_position_embeddings, 500))
+    cos, sin = rotary(torch.zeros(1), positions[None])
+    own_cos, own_sin = (table[positions] for table in rope_tables(config))
+    half = head_dim // 2
+    torch.testing.assert_close(own_cos, cos[0], atol=2e-4, rtol=0.0)
+    torch.testing.assert_close(torch.cat((-own_sin[:, :half], own_sin[:, half:]), dim=1), sin[0], atol=2e-4, rtol=0.0)
+
+
+def test_logits_with_a_band_behind_the_last_pair_equal_transformers():
+    section = yarn_section(16, 1e3, 4000, 40, (32.0, 1.0), 4.0)
+    model = make(ModelConfig.from_params(ModelParams.model_validate(section), SMALL.vocab_size))
+    ids = tokens(model.config, 1, 600)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids), stock(model)(ids).logits, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"longer": 0}, "max_position_embeddings=2048: must be > rope_scaling.original_max_position_embeddings=2048"),
+        ({"betas": (1.0, 1.0)}, "beta_fast=1: must be > beta_slow=1"),
+        ({"window": 5, "betas": (4.0, 2.0)}, "beta_slow=2: must be lower, no pair of dimensions turns that often over"),
+        ({"theta": 1.5}, "beta_fast=32: must be higher, or YaRN stretches nothing: all 48 pairs"),
+    ],
+)
+def test_yarn_that_would_not_act_is_refused(changes, reason):
+    given = {"head_dim": 96, "theta": 1e6, "window": 2048, "longer": 100, "betas": (32.0, 1.0), "factor": 4.0} | changes
+    with pytest.raises(ValidationError, match=re.escape(reason)):
+        ModelParams.model_validate(yarn_section(**given))
 
 
 def test_rope_rotates_half_split_pairs():

@@ -3,22 +3,21 @@
 Dimensions: S positions, D head width.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
 from pipeline.model.config import ModelConfig
 from pipeline.params.schema import RopeScaling
+from pipeline.yarn import stretched_band
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:
     """Angle per position of every pair of dimensions, [D/2], fp32: theta^(-2i/D), stretched by YaRN where configured."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     frequencies = 1.0 / (config.rope_theta**exponents)
-    if _stretches(config) and config.rope_scaling is not None:
-        return _yarn(frequencies, config.rope_theta, config.rope_scaling)
-    return frequencies
+    if config.rope_scaling is None:
+        return frequencies
+    return _yarn(frequencies, config.rope_theta, config.rope_scaling)
 
 
 def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
@@ -29,8 +28,7 @@ def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
     """
     positions = torch.arange(config.max_position_embeddings + 1, dtype=torch.float32)
     angles = torch.outer(positions, rope_frequencies(config))
-    scaling = config.rope_scaling
-    factor = scaling.attention_factor if scaling is not None and _stretches(config) else 1.0
+    factor = 1.0 if config.rope_scaling is None else config.rope_scaling.attention_factor
     cos, sin = angles.cos() * factor, angles.sin() * factor
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
@@ -45,20 +43,10 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
 
 
-def _stretches(config: ModelConfig) -> bool:
-    scaling = config.rope_scaling
-    return scaling is not None and config.max_position_embeddings > scaling.original_max_position_embeddings
-
-
 def _yarn(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
-    """YaRN by parts (arXiv:2309.00071, section 3.2): fast dimensions keep their frequency, slow ones are divided by `factor`."""
+    """YaRN by parts (arXiv:2309.00071, section 3.2): fast pairs keep their frequency, slow ones are divided by `factor`."""
     half = len(frequencies)
-
-    def dimension(rotations: float) -> float:
-        # The dimension that turns `rotations` times over the original window.
-        return half * math.log(scaling.original_max_position_embeddings / (rotations * 2 * math.pi)) / math.log(theta)
-
-    low = max(math.floor(dimension(scaling.beta_fast)), 0)
-    high = min(math.ceil(dimension(scaling.beta_slow)), half - 1)
+    window = scaling.original_max_position_embeddings
+    low, high = stretched_band(2 * half, theta, window, scaling.beta_fast, scaling.beta_slow)
     ramp = ((torch.arange(half, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
     return frequencies * (1 - ramp + ramp / scaling.factor)

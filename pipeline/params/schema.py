@@ -9,6 +9,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from pipeline.yarn import band_faults
+
 MAX_INT = 2**53  # beyond it JSON readers round, and no size, count or seed needs it
 Positive = Annotated[int, Field(ge=1, le=MAX_INT)]
 Count = Annotated[int, Field(ge=0, le=MAX_INT)]
@@ -16,6 +18,7 @@ Frac = Annotated[float, Field(ge=0, le=1)]
 OpenFrac = Annotated[float, Field(gt=0, lt=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Weight = Annotated[float, Field(ge=0)]
+Rotations = Annotated[float, Field(ge=1e-6, le=1e6)]  # over a window
 Temperature = Annotated[float, Field(ge=0.01)]  # logits are divided by it: far below, they overflow
 SetName = Literal["pretrain", "full_sft", "lora", "dpo", "rlaif", "agent"]
 
@@ -69,8 +72,8 @@ class RopeScaling(Section):
 
     factor: Annotated[float, Field(gt=1)]
     original_max_position_embeddings: Positive
-    beta_fast: PositiveFloat
-    beta_slow: PositiveFloat
+    beta_fast: Rotations
+    beta_slow: Rotations
     attention_factor: PositiveFloat
 
 
@@ -98,6 +101,15 @@ class ModelParams(Section):
             yield f"num_key_value_heads={self.num_key_value_heads}: must divide num_attention_heads={self.num_attention_heads}"
         if self.num_experts_per_tok > self.num_experts:
             yield f"num_experts_per_tok={self.num_experts_per_tok}: must be <= num_experts={self.num_experts}"
+        if (scaling := self.rope_scaling) is not None:
+            original = scaling.original_max_position_embeddings
+            if self.max_position_embeddings <= original:
+                yield (
+                    f"max_position_embeddings={self.max_position_embeddings}: must be > "
+                    f"rope_scaling.original_max_position_embeddings={original}, or there is nothing to stretch; raise it, or "
+                    "write rope_scaling: null"
+                )
+            yield from band_faults(self.head_dim, self.rope_theta, original, scaling.beta_fast, scaling.beta_slow)
 
 
 class Optimizer(Section):
