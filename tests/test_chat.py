@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from pipeline.text.chat import ChatEncoder, render_chat
 from pipeline.text.tokenizer import CONTROL_TOKENS, Tokenizer, adopt_tokenizer, load_tokenizer, train_tokenizer
-from pipeline.text.turns import ParsedTurn, ToolCall, parse_turn
+from pipeline.text.turns import ParsedTurn, ToolCall, parse_turn, split_thinking
 
 ORACLE = Path(__file__).parents[1].parent / "shared" / "data" / "oracle" / "chat_template.json"
 CORPUS = [
@@ -142,22 +142,24 @@ def test_rendering_of_written_out_samples() -> None:
         '<tool_call>\n{"name": "g", "arguments": {"y": 1}}\n</tool_call><|im_end|>\n'
         "<|im_start|>user\n<tool_response>\nr1\n</tool_response>\n<tool_response>\nr2\n</tool_response><|im_end|>\n"
     )
-    # text before a call, and what lies between two closing tags is lost
-    thought = {"role": "assistant", "content": "x<think>\na\n</think>lost</think>\n\nb", "tool_calls": calls[:1]}
+    # whole blocks are the reasoning, what stands around them the answer
+    thought = {"role": "assistant", "content": "x<think>\na\n</think>y\n\n<think>c</think>\n\nb", "tool_calls": calls[:1]}
     assert render_chat([thought], add_generation_prompt=True, open_thinking=True) == (
-        '<|im_start|>assistant\n<think>\na\n</think>\n\nb\n<tool_call>\n{"name": "f", "arguments": {"x": "计"}}\n</tool_call>'
-        "<|im_end|>\n<|im_start|>assistant\n<think>\n"
+        f'{HEADER}<think>\na c\n</think>\n\nx y b\n<tool_call>\n{{"name": "f", "arguments": {{"x": "计"}}}}\n</tool_call>'
+        f"<|im_end|>\n{HEADER}<think>\n"
     )
-    # a closing tag alone, and the last opening tag, bound the reasoning
-    for content in ("a</think>b", "x<think>y<think>\na\n</think>b"):
-        assert render_chat([{"role": "assistant", "content": content}]) == f"{HEADER}<think>\na\n</think>\n\nb<|im_end|>\n"
+    # empty reasoning is none
+    beside = {"role": "assistant", "content": "<think>\na\n</think>\n\nb", "reasoning_content": "\n"}
+    assert render_chat([beside]) == f"{HEADER}<think>\na\n</think>\n\nb<|im_end|>\n"
+    # what cannot be taken apart stays as it is
+    for content in ("a</think>b", "x<think>y<think>\na\n</think>b", "<think>a</think>b</think>c", "<think>a"):
+        assert render_chat([{"role": "assistant", "content": content}]) == f"{HEADER}{EMPTY}{content}<|im_end|>\n"
+    both = {"role": "assistant", "content": "<think>a</think>b", "reasoning_content": "c"}
+    assert render_chat([both]) == f"{HEADER}<think>\nc\n</think>\n\n<think>a</think>b<|im_end|>\n"
     # content of newlines alone vanishes, yet still separates a call
     blank = {"role": "assistant", "content": "\n", "tool_calls": [{"name": "f", "arguments": "{}"}]}
     call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     assert render_chat([blank]) == f"{HEADER}{EMPTY}\n{call}<|im_end|>\n"
-    # reasoning_content, even when empty, leaves the content alone
-    kept = {"role": "assistant", "content": "\na</think>b", "reasoning_content": ""}
-    assert render_chat([kept]) == "<|im_start|>assistant\n<think>\n\n</think>\n\na</think>b<|im_end|>\n"
     with pytest.raises(ValueError, match="empty"):
         render_chat([])
 
@@ -407,6 +409,20 @@ def test_thousands_of_tags_take_no_time() -> None:
     assert parse_turn("<tool_call>" * 50_000, open_thinking=False).malformed_calls == 50_000
     assert parse_turn(f"{'<tool_call>' * 50_000}</tool_call>", open_thinking=False).malformed_calls == 1
     assert time.perf_counter() - started < 5  # 0.1 s in one pass, minutes when every tag looks for its partner
+
+
+@NO_DEADLINE
+@given(content=_joined(PLAIN + THINKS))
+def test_what_is_written_and_what_is_sampled_are_taken_apart_alike(content: str) -> None:
+    """`split_thinking` refuses, or says word for word what `parse_turn` says; its answer is taken apart no further."""
+    turn = parse_turn(content, open_thinking=False)
+    try:
+        thinking, answer = split_thinking(content)
+    except ValueError:
+        assert turn.thinking is not None or "</think>" in content
+    else:
+        assert (thinking.split(), answer.split()) == ((turn.thinking or "").split(), turn.answer.split())
+        assert split_thinking(answer, thinking) == (thinking, answer)
 
 
 WILD = _joined(PLAIN + CONTROLS + THINKS + [GOOD, '{"name": "f", "arguments": ', "{}", "}", "\ud800", "null", "[" * 5000])

@@ -236,6 +236,12 @@ def test_questions_count_equal_replies_and_ends(tokenizer: Tokenizer) -> None:
     assert again.keys == engine.keys
 
 
+def test_a_reply_is_its_answer_without_thinking(tokenizer: Tokenizer) -> None:
+    questions = [Question([1, 5], "Red.")] * 3
+    engine = ScriptedEngine(tokenizer, [["<think>hm</think>\nred", "red<think>hm</think>", "<think>red"] * 2])
+    assert make_examiner(tokenizer, empty_panel(questions=questions)).questions(engine).values["qa_exact"] == [1, 1, 0]
+
+
 def test_rewards_come_with_their_terms(tokenizer: Tokenizer) -> None:
     tasks = [make_task(tokenizer, "a", []), make_task(tokenizer, "b", [], open_thinking=True)]
     engine = ScriptedEngine(tokenizer, [["a good answer", "good thoughts</think>..."]])

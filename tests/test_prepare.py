@@ -58,6 +58,7 @@ def test_chats_come_back_ready_for_the_encoder(tmp_path, data_params):
         {"role": "user", "content": "Q"},
         {"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": json.dumps(calls)},
         {"role": "tool", "content": "3"},
+        {"role": "tool", "content": "4"},
         {"role": "assistant", "content": "three"},
     ]
     prepare("full_sft", write(tmp_path, [{"conversations": messages}, chat("other")]), tmp_path / "out", data_params)
@@ -70,6 +71,7 @@ def test_chats_come_back_ready_for_the_encoder(tmp_path, data_params):
             {"role": "user", "content": "Q"},
             {"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": calls},
             {"role": "tool", "content": "3"},
+            {"role": "tool", "content": "4"},
             {"role": "assistant", "content": "three"},
         ],
     }
@@ -161,6 +163,17 @@ def test_untrainable_rows_are_dropped_listed_and_counted(tmp_path, data_params):
     assert report["train"] + report["held_out"] == 98
     assert report["dropped"] == 2
     assert report["dropped_rows"] == [f"{source}:98: empty text", f"{source}:99: empty text"]
+
+
+def test_empty_answers_are_dropped_and_moved_thinking_is_counted(tmp_path, data_params):
+    rows = [chat(f"Q{n}", "" if n == 7 else f"<think>t</think>{n}" if n % 5 == 0 else str(n)) for n in range(20)]
+    source = write(tmp_path, rows)
+    report = prepare("full_sft", source, tmp_path / "out", with_values(data_params, max_dropped_frac=0.05))
+    assert report["dropped_rows"] == [f"{source}:8: empty answer in message 1"]
+    assert report["thinking_moved"] == 4
+    answers = [row["conversations"][1] for row in both_splits(tmp_path / "out")]
+    assert answers[0] == {"role": "assistant", "content": "0", "reasoning_content": "t"}
+    assert not any("think>" in answer["content"] for answer in answers)
 
 
 def test_too_many_untrainable_rows_abort(tmp_path, data_params):

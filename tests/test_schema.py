@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data.schema import SET_KINDS, Kind, untrainable
+from pipeline.data.schema import SET_KINDS, Kind, Row, untrainable
 from pipeline.data.sources import read_source
 from pipeline.errors import DataError
 from pipeline.yaml_files import read_yaml
@@ -49,7 +49,7 @@ def faults(path: Path, set_name: str) -> list[str]:
 
 def test_text_rows_keep_text_and_line(tmp_path):
     rows = read_source(write(tmp_path, {"text": "秋天 \n"}, {"text": ""}), "pretrain")
-    assert rows == [(1, {"text": "秋天 \n"}), (2, {"text": ""})]
+    assert rows == [Row(1, {"text": "秋天 \n"}), Row(2, {"text": ""})]
 
 
 def test_chat_rows_are_normalised(tmp_path):
@@ -57,7 +57,9 @@ def test_chat_rows_are_normalised(tmp_path):
         "conversations": [
             system("", tools=json.dumps([TOOL]), reasoning_content=None, tool_calls=None),
             user(tools="", reasoning_content="", tool_calls="[]"),
-            assistant("", reasoning_content="think", tool_calls=json.dumps([{"function": CALL, "id": "1", "type": "function"}])),
+            assistant(
+                "", reasoning_content="think", tool_calls=json.dumps([{"function": CALL, "id": "1", "type": "function"}, CALL])
+            ),
             tool("2"),
             tool("3"),
             assistant("two", reasoning_content=""),
@@ -69,7 +71,7 @@ def test_chat_rows_are_normalised(tmp_path):
         "conversations": [
             {"role": "system", "content": ""},
             {"role": "user", "content": "Q"},
-            {"role": "assistant", "content": "", "reasoning_content": "think", "tool_calls": [CALL]},
+            {"role": "assistant", "content": "", "reasoning_content": "think", "tool_calls": [CALL, CALL]},
             {"role": "tool", "content": "2"},
             {"role": "tool", "content": "3"},
             {"role": "assistant", "content": "two", "reasoning_content": ""},
@@ -120,6 +122,35 @@ def test_pairs(tmp_path):
 
 GOOD_CHAT = [user(), assistant()]
 GOOD_CALL = json.dumps([CALL])
+
+
+def test_thinking_in_the_content_is_moved_and_nothing_of_the_answer_is_lost(tmp_path):
+    inline = assistant("<think>A</think>B <think>C</think>D.")
+    blank = assistant("<think>\nA\n</think>\n\nB\n\n C", reasoning_content="")
+    rows = [
+        {"conversations": [user("<think>"), inline]},
+        {"conversations": [user(), blank, user(), assistant()]},
+        {"conversations": [user(), assistant("a < b"), user(), assistant("B", reasoning_content="A")]},
+    ]
+    first, second, third = read_source(write(tmp_path, *rows), "full_sft")
+    assert first.value["conversations"] == [user("<think>"), assistant("B D.", reasoning_content="A C")]
+    assert second.value["conversations"][1] == assistant("B\n\n C", reasoning_content="A")
+    assert third.value["conversations"] == rows[2]["conversations"]
+    assert [row.thinking_moved for row in (first, second, third)] == [True, True, False]
+
+
+def test_pairs_are_compared_with_their_thinking_apart(tmp_path):
+    earlier = [user("P"), assistant("<think>t</think>a"), user()], [user("P"), assistant("a", reasoning_content="t"), user()]
+    pair = {"chosen": [*earlier[0], assistant("x")], "rejected": [*earlier[1], assistant("<think>u</think>y")]}
+    (row,) = read_source(write(tmp_path, pair), "dpo")
+    assert row.value["chosen"][:-1] == row.value["rejected"][:-1] == earlier[1]
+    assert row.value["rejected"][-1] == assistant("y", reasoning_content="u") and row.thinking_moved
+
+
+def test_a_placeholder_is_thrown_away_whatever_it_says(tmp_path):
+    (row,) = read_source(write(tmp_path, {"conversations": [user(), assistant("R</think>A")]}), "rlaif")
+    assert row == Row(1, {"tools": None, "conversations": [user()]})
+
 
 FAULTS = [
     # bytes
@@ -193,6 +224,45 @@ FAULTS = [
     ("full_sft", {"conversations": [user(), assistant(), tool(), assistant()]}, "conversations[2].role='tool'"),
     ("full_sft", {"conversations": [user(), assistant(tool_calls=GOOD_CALL), tool(), user()]}, "after tool must come tool or"),
     ("full_sft", {"conversations": [system(), user()]}, "no assistant message"),
+    # results
+    (
+        "full_sft",
+        {"conversations": [user(), assistant(tool_calls=GOOD_CALL), tool(), tool(), assistant()]},
+        "conversations[2]: tool messages: 2, calls before them: 1",
+    ),
+    (
+        "agent",
+        {"conversations": [user(), assistant(tool_calls=[CALL, CALL]), tool(), assistant("")], "gt": ["1"]},
+        "conversations[2]: tool messages: 1, calls before them: 2",
+    ),
+    # thinking
+    *(
+        ("full_sft", {"conversations": [user(), assistant(content)]}, "conversations[1]: think tags that do not pair up")
+        for content in (
+            "<think>a",
+            "a</think>",
+            "a </think> b",
+            "<think>a<think>b</think>c</think>d",
+            "<think>a</think>b</think>",
+        )
+    ),
+    ("full_sft", {"conversations": [user(), assistant("<think>a</think>b", reasoning_content="c")]}, "thinking both in"),
+    (
+        "full_sft",
+        {"conversations": [user(), assistant(reasoning_content="a</think>b")]},
+        "think tags inside of reasoning_content",
+    ),
+    (
+        "full_sft",
+        {"conversations": [user(), assistant('<tool_call>{"name": "<think>f</think>"}</tool_call>')]},
+        "think tags inside of a tool call",
+    ),
+    (
+        "full_sft",
+        {"conversations": [user(), assistant(tool_calls=[CALL | {"arguments": {"x": "</think>"}}])]},
+        "must not hold think or tool_call tags",
+    ),
+    ("dpo", {"chosen": [user(), assistant("</think>")], "rejected": GOOD_CHAT}, "chosen[1]: think tags that do not pair up"),
     # pairs
     ("dpo", {"chosen": GOOD_CHAT}, "rejected: missing"),
     ("dpo", {"chosen": [user()], "rejected": GOOD_CHAT}, "chosen: must end in an assistant message"),
@@ -240,7 +310,7 @@ def test_a_long_list_of_faults_is_cut_and_counted(tmp_path):
 
 def test_windows_line_ends_and_a_missing_last_one_are_accepted(tmp_path):
     rows = read_source(write(tmp_path, b'{"text": "a"}\r\n{"text": "b"}', end=b""), "pretrain")
-    assert rows == [(1, {"text": "a"}), (2, {"text": "b"})]
+    assert rows == [Row(1, {"text": "a"}), Row(2, {"text": "b"})]
 
 
 def test_surrogate_pairs_and_escaped_backslashes_are_text(tmp_path):
@@ -271,12 +341,15 @@ def test_no_file_and_no_rows(tmp_path):
     [
         (Kind.TEXT, {"text": " \n"}, "empty text"),
         (Kind.TEXT, {"text": "a"}, None),
-        (Kind.CHAT, {"conversations": [user(), assistant(" ")]}, "no assistant text"),
+        (Kind.CHAT, {"conversations": [user(), assistant(" ")]}, "empty answer in message 1"),
+        (Kind.CHAT, {"conversations": [user(), assistant("\n"), user(), assistant("x")]}, "empty answer in message 1"),
+        (Kind.CHAT, {"conversations": [system(), user(), assistant("x"), user(), assistant("")]}, "empty answer in message 4"),
         (Kind.CHAT, {"conversations": [user(), assistant("", tool_calls=[CALL])]}, None),
-        (Kind.CHAT, {"conversations": [user(), assistant("", reasoning_content="hm")]}, None),
-        (Kind.CHAT, {"conversations": [user(), assistant(""), user(), assistant("x")]}, None),
+        (Kind.CHAT, {"conversations": [user(), assistant("", reasoning_content="hm")]}, "empty answer in message 1"),
         (Kind.PAIRS, {"chosen": GOOD_CHAT, "rejected": list(GOOD_CHAT)}, "chosen equals rejected"),
         (Kind.PAIRS, {"chosen": GOOD_CHAT, "rejected": [user(), assistant("")]}, None),
+        (Kind.PAIRS, {"chosen": [user(), assistant(" ")], "rejected": GOOD_CHAT}, "empty answer in message 1"),
+        (Kind.PAIRS, {"chosen": [user(), assistant(""), *GOOD_CHAT], "rejected": GOOD_CHAT}, "empty answer in message 1"),
         (Kind.PROMPTS, {"conversations": [user("")]}, "empty prompt"),
         (Kind.TASKS, {"conversations": [user("x")]}, None),
     ],

@@ -71,6 +71,7 @@ def prepare(set_name: str, source: Path, out: Path, params: Data) -> dict[str, A
         "source": source.as_posix(),
         "rows": len(rows) + len(dropped),
         **{split: len(chosen) for split, chosen in split_rows.items()},
+        "thinking_moved": sum(row.thinking_moved for row in rows),
         "dropped": len(dropped),
         "dropped_rows": dropped,
     }

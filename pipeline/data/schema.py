@@ -12,6 +12,8 @@ from enum import StrEnum
 from itertools import chain
 from typing import Any, NamedTuple, NoReturn
 
+from pipeline.data.answers import holds_turn_tags, result_faults, says_nothing, take_apart
+
 Message = dict[str, Any]
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -61,11 +63,13 @@ class Row(NamedTuple):
     `value` has, by kind: text `{text}`; chat and prompts `{conversations, tools}`; pairs `{chosen, rejected, tools}`; tasks
     `{conversations, tools, gt}`. Messages are `{role, content}` plus `reasoning_content` and `tool_calls` (a list of
     `{name, arguments}`) where given; `tools` is None or a list of `{type, function}` (without `type` where the file has none);
-    of prompts and tasks the assistant placeholder is gone.
+    of prompts and tasks the assistant placeholder is gone. What assistants think stands in `reasoning_content` alone;
+    `thinking_moved` says that the file had some in think tags of a content.
     """
 
     line: int
     value: dict[str, Any]
+    thinking_moved: bool = False
 
 
 def untrainable(value: dict[str, Any], kind: Kind) -> str | None:
@@ -74,16 +78,16 @@ def untrainable(value: dict[str, Any], kind: Kind) -> str | None:
         case Kind.TEXT:
             return None if value["text"].strip() else "empty text"
         case Kind.CHAT:
-            answers = (message for message in value["conversations"] if message["role"] == "assistant")
-            return None if any(_says_something(message) for message in answers) else "no assistant text"
+            return _empty_answer(value["conversations"])
         case Kind.PAIRS:
-            return "chosen equals rejected" if value["chosen"] == value["rejected"] else None
+            return "chosen equals rejected" if value["chosen"] == value["rejected"] else _empty_answer(value["chosen"])
         case Kind.PROMPTS | Kind.TASKS:
             return None if value["conversations"][-1]["content"].strip() else "empty prompt"
 
 
-def _says_something(message: Message) -> bool:
-    return bool(message["content"].strip() or message.get("tool_calls") or (message.get("reasoning_content") or "").strip())
+def _empty_answer(messages: list[Message]) -> str | None:
+    empty = [i for i, message in enumerate(messages) if message["role"] == "assistant" and says_nothing(message)]
+    return f"empty answer in message {empty[0]}" if empty else None
 
 
 def decode_json(text: str) -> Any:
@@ -145,46 +149,49 @@ def _holds_nul(value: Any) -> bool:
     return isinstance(value, str) and "\0" in value
 
 
-def normalise(value: Any, kind: Kind, faults: list[str]) -> dict[str, Any]:
-    """The row in the form that `Row` describes; meaningless when it appended a reason to `faults`."""
+def normalise(value: Any, kind: Kind, faults: list[str]) -> tuple[dict[str, Any], bool]:
+    """`value` and `thinking_moved` of a `Row`; meaningless when a reason was appended to `faults`."""
     fields = ROW_FIELDS[kind]
     if not isinstance(value, dict):
         faults.append(f"must be an object with {_names(fields)}, got {_shown(value)}")
-        return {}
+        return {}, False
     faults += (f"unknown field {_shown(name)}; allowed: {_names(fields)} (docs/data.md)" for name in value if name not in fields)
     missing = [name for name in fields if name not in value]
     faults += (f"{name}: missing" for name in missing)
     if missing:
-        return {}
+        return {}, False
     match kind:
         case Kind.TEXT:
-            return {"text": _string(value["text"], "text", faults)}
+            return {"text": _string(value["text"], "text", faults)}, False
         case Kind.PAIRS:
             return _pair(value, faults)
+        case Kind.CHAT:
+            messages, tools = _messages(value["conversations"], "conversations", faults)
+            if not faults and all(message["role"] != "assistant" for message in messages):
+                faults.append("conversations: no assistant message")
+            return {"conversations": messages, "tools": tools}, not faults and take_apart(messages, "conversations", faults)
         case _:
             messages, tools = _messages(value["conversations"], "conversations", faults)
-            if kind is Kind.CHAT:
-                if not faults and all(message["role"] != "assistant" for message in messages):
-                    faults.append("conversations: no assistant message")
-                return {"conversations": messages, "tools": tools}
             if not faults and (messages[-1]["role"] != "assistant" or len(messages) == 1):
                 faults.append("conversations: must end in a user or tool message and an assistant placeholder")
-            row = {"conversations": messages[:-1], "tools": tools}
-            return row if kind is Kind.PROMPTS else row | {"gt": _answers(value["gt"], faults)}
+            row: dict[str, Any] = {"conversations": messages[:-1], "tools": tools}
+            if kind is Kind.TASKS:
+                row["gt"] = _answers(value["gt"], faults)
+            return row, not faults and take_apart(messages[:-1], "conversations", faults)
 
 
-def _pair(value: dict[str, Any], faults: list[str]) -> dict[str, Any]:
+def _pair(value: dict[str, Any], faults: list[str]) -> tuple[dict[str, Any], bool]:
     chosen, tools = _messages(value["chosen"], "chosen", faults)
     rejected, rejected_tools = _messages(value["rejected"], "rejected", faults)
+    sides = {"chosen": chosen, "rejected": rejected}
+    moved = [] if faults else [take_apart(messages, name, faults) for name, messages in sides.items()]
     if not faults:
         faults += (
-            f"{name}: must end in an assistant message"
-            for name, messages in (("chosen", chosen), ("rejected", rejected))
-            if messages[-1]["role"] != "assistant"
+            f"{name}: must end in an assistant message" for name, messages in sides.items() if messages[-1]["role"] != "assistant"
         )
     if not faults and (chosen[:-1] != rejected[:-1] or tools != rejected_tools):
         faults.append("chosen and rejected: must be the same up to their last message")
-    return {"chosen": chosen, "rejected": rejected, "tools": tools}
+    return {**sides, "tools": tools}, any(moved)
 
 
 def _answers(value: Any, faults: list[str]) -> list[str]:
@@ -211,6 +218,7 @@ def _messages(value: Any, where: str, faults: list[str]) -> tuple[list[Message],
         return messages, None
     tools = messages[0].pop("tools", None)
     faults += _order_faults(messages, where)
+    faults += result_faults(messages, where)
     return messages, tools
 
 
@@ -304,6 +312,8 @@ def _tool_call(item: Any) -> dict[str, Any]:
         raise ValueError(f"name must be a string without quotes, backslashes and control characters, got {_shown(name)}")
     if not isinstance(decode_json(arguments) if isinstance(arguments, str) else arguments, dict):
         raise ValueError(f"arguments must be an object, got {_shown(arguments)}")
+    if holds_turn_tags(f"{name} {arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)}"):
+        raise ValueError("name and arguments must not hold think or tool_call tags: in a turn these count, wherever they stand")
     return {"name": name, "arguments": arguments}
 
 

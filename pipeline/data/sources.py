@@ -27,10 +27,10 @@ def read_source(source: Path, set_name: str) -> list[Row]:
     values = _recipe_values(source, set_name) if source.suffix == ".yaml" else _file_values(source, faults)
     for line, value in values:
         reasons: list[str] = []
-        normalised = normalise(value, SET_KINDS[set_name], reasons)
+        normalised, moved = normalise(value, SET_KINDS[set_name], reasons)
         faults += (f"{source}:{line}: {reason}" for reason in reasons)
         if not reasons:
-            rows.append(Row(line, normalised))
+            rows.append(Row(line, normalised, moved))
     if faults:
         more = len(faults) - MAX_LISTED_FAULTS
         raise DataError(*faults[:MAX_LISTED_FAULTS], *([f"and {more} more faults in {source}"] if more > 0 else []))

@@ -15,8 +15,8 @@ from pipeline.maths.logprobs import token_logprobs
 from pipeline.model.transformer import CausalLM
 from pipeline.params.schema import Eval
 from pipeline.rewards.scoring import CompletionScorer, earned, solved
-from pipeline.rollout.episodes import run_episodes
-from pipeline.rollout.records import RolloutEngine, StopReason, Trajectory
+from pipeline.rollout.episodes import read_turn, run_episodes
+from pipeline.rollout.records import Completion, RolloutEngine, StopReason, Trajectory
 from pipeline.text.chat import ChatEncoder
 from pipeline.text.tokenizer import Tokenizer
 from pipeline.tools.toolbox import PRESET_TOOLS, Toolbox
@@ -168,7 +168,7 @@ class Examiner:
             greedy=[False] * len(questions) + [True] * len(questions),
         )
         exact = [
-            float(normalised(self.tokenizer.decode(done.ids)) == normalised(question.reference))
+            float(normalised(self.answer_of(done)) == normalised(question.reference))
             for question, done in zip(questions * 2, completions, strict=True)
         ]
         sampled = completions[: len(questions)]
@@ -182,6 +182,10 @@ class Examiner:
             for question, done, score in zip(questions, sampled, exact[: len(questions)], strict=True)
         ]
         return Examination(values, samples[:SAMPLES_PER_TASK])
+
+    def answer_of(self, completion: Completion) -> str:
+        """What a reply to a prompt that asks for no thinking answers; the thinking of a reference was taken apart as well."""
+        return read_turn(self.tokenizer, completion, open_thinking=False).parsed.answer
 
     def rewards(self, engine: RolloutEngine) -> Examination:
         """Total reward and every term of sampled replies to the held-out prompts."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pipeline.text.tokenizer import CONTROL_TOKENS, Tokenizer
+from pipeline.text.turns import split_thinking
 
 Message = Mapping[str, Any]
 """role, content, and for assistants optionally reasoning_content and tool_calls (a list of {name, arguments})."""
@@ -73,13 +74,11 @@ def _string(value: Any) -> str:
 
 
 def _assistant_turn(message: Message, *, keep_empty_think: bool) -> str:
-    content, reasoning = _string(message.get("content")), message.get("reasoning_content")
-    if not isinstance(reasoning, str):
-        before, closing, _ = content.partition("</think>")
-        reasoning = before.rstrip("\n").rpartition("<think>")[2] if closing else ""
-        if closing:
-            content = content.rpartition("</think>")[2].lstrip("\n")
-    reasoning = reasoning.strip("\n")
+    content, reasoning = _string(message.get("content")), _string(message.get("reasoning_content")).strip("\n")
+    try:
+        reasoning, content = split_thinking(content, reasoning)
+    except ValueError:  # the data sets refuse it; nothing of it is lost here
+        pass
     think = f"<think>\n{reasoning}\n</think>\n\n" if reasoning or keep_empty_think else ""
     calls = [_tool_call(entry.get("function") or entry) for entry in message.get("tool_calls") or []]
     # content that the next line strips to nothing still counts as present here, as in MiniMind's template
@@ -148,7 +147,8 @@ def render_chat(
 ) -> str:
     """Text of a conversation, byte for byte what chat_template.jinja gives.
 
-    Content that is not a string counts as empty, and messages of unknown roles are left out; the data sets refuse both.
+    Content that is not a string counts as empty, messages of unknown roles are left out, and think tags in an assistant's content
+    that cannot be taken apart are written as they stand; the data sets refuse all three.
 
     Args:
         messages: At least one message.

@@ -1,4 +1,9 @@
-"""What a sampled assistant turn says: its thinking, its answer and its tool calls."""
+"""What an assistant turn says: its thinking, its answer and its tool calls.
+
+What is thinking and what is answer is decided here alone: by `split_thinking` for what a row or a conversation says, which is
+exact or refused, and by `parse_turn` for what a model sampled, where every text has a reading. Where both have one, the words
+are the same.
+"""
 
 import json
 import re
@@ -9,6 +14,8 @@ SPARE_LEVELS = 64
 
 _CALL_TAG = re.compile(r"(</?tool_call>)")
 _THINK_TAG = re.compile(r"(</?think>)")
+TURN_TAGS = re.compile(r"</?(?:think|tool_call)>")
+"""The tags that count in what an assistant says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +68,33 @@ def parse_turn(text: str, *, open_thinking: bool) -> ParsedTurn:
     return ParsedTurn(thinking, answer, [call for call in calls if call], malformed_calls, closed_once)
 
 
+def split_thinking(content: str, reasoning: str = "") -> tuple[str, str]:
+    """What a written assistant message thinks and what it answers.
+
+    Without think tags it is `reasoning` and `content` as they are; otherwise the stripped text inside and outside the blocks of
+    `content`, several of them joined by a blank.
+
+    Args:
+        content: the message's content.
+        reasoning: its reasoning_content, "" where there is none.
+
+    Raises:
+        ValueError: why it cannot be told: a tag without its partner, a block inside a block, tags in the reasoning, or
+            thinking in both places.
+    """
+    if _THINK_TAG.search(reasoning):
+        raise ValueError("think tags inside of reasoning_content")
+    tags = _THINK_TAG.findall(content)
+    if not tags:
+        return reasoning, content
+    if tags != ["<think>", "</think>"] * (len(tags) // 2):
+        raise ValueError("think tags that do not pair up: each <think> needs a </think> behind it, before the next <think>")
+    if reasoning:
+        raise ValueError("thinking both in reasoning_content and in think tags of content")
+    pieces = [piece.strip() for piece in _THINK_TAG.split(content)[::2]]  # outside, inside, ..., outside
+    return " ".join(filter(None, pieces[1::2])), " ".join(filter(None, pieces[::2]))
+
+
 def split_blocks(text: str, tag: re.Pattern[str], *, opened: bool = False) -> tuple[str, str | None]:
     """The stripped text outside and inside the blocks of a tag; inside is None when there is no block.
 
@@ -85,6 +119,19 @@ def split_blocks(text: str, tag: re.Pattern[str], *, opened: bool = False) -> tu
         sides[depth > 0].append(piece)
     outside, inside = ("".join(side).strip() for side in sides)
     return outside, inside if blocks else None
+
+
+def thinks_in_call(content: str) -> bool:
+    """Whether a think block begins inside of a tool call that is written out: taking the block out would break the call."""
+    inside = ""
+    for tag in TURN_TAGS.findall(content):
+        if inside and tag == inside.replace("<", "</"):
+            inside = ""
+        elif not inside and "/" not in tag:
+            inside = tag
+        elif inside == "<tool_call>" and "think" in tag:
+            return True
+    return False
 
 
 def _call_bodies(answer: str) -> tuple[list[str], int]:
