@@ -32,7 +32,9 @@ def main() -> None:
         device = open_device(params.runtime)
         tokenizer = load_tokenizer(Path("data/tokenizer"))
         train, held_out = (
-            PairBatches(ENCODED / f"{split}.arrow", batch_size=settings.batch_size, seed=settings.seed, tokenizer=tokenizer)
+            PairBatches(
+                ENCODED / f"{split}.arrow", batch_size=settings.batch_size, seed=settings.seed, tokenizer=tokenizer
+            ).judged()
             for split in ("train", "held_out")
         )
 

@@ -17,9 +17,11 @@ from pipeline.data.prepared import read_prepared
 from pipeline.data.prompts import PromptSet
 from pipeline.errors import DataError
 from pipeline.params.load import load_params
+from pipeline.rewards.model import Reply, TrainedRewardModel
 from pipeline.text.chat import ChatEncoder, render_chat
 from pipeline.text.system_prompts import SYSTEM_PROMPTS
 from pipeline.text.tokenizer import load_tokenizer, train_tokenizer
+from pipeline.training.panels import pair_prompts
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 CALL = {"name": "f", "arguments": {"x": 1}}
@@ -334,7 +336,9 @@ def test_pair_batches_stack_chosen_over_rejected(build, tokenizer):
         for place, row in enumerate(batch.rows):
             sides = (got[place], got[n + place])
             wanted = {
-                dropped: tuple(augmented(source[row][side], None, dropped, encoder) for side in ("chosen", "rejected"))
+                dropped: tuple(
+                    last_turn(*augmented(source[row][side], None, dropped, encoder)) for side in ("chosen", "rejected")
+                )
                 for dropped in (False, True)
             }
             matches = [dropped for dropped, want in wanted.items() if sides == want]  # one decision for both sides
@@ -345,6 +349,69 @@ def test_pair_batches_stack_chosen_over_rejected(build, tokenizer):
     assert sorted(stored) == list(range(len(source)))
     think = tokenizer.control_id("<think>")
     assert all((batch.input_ids == think).any(dim=1).all() for batch in batches.in_order())
+
+
+def last_turn(ids, trained):
+    """The flags of the last run of trained labels alone: both sides of a pair say the same before it."""
+    start = len(trained)
+    while start and trained[start - 1]:
+        start -= 1
+    return ids, [False] * start + trained[start:]
+
+
+class ReadIds(torch.nn.Module):
+    """Scores nothing and remembers the ids it was asked about."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.read = torch.nn.Parameter(torch.zeros(1)), []
+
+    def forward(self, input_ids, last_positions):
+        self.read += [ids[: last + 1].tolist() for ids, last in zip(input_ids, last_positions, strict=True)]
+        return torch.zeros(len(input_ids))
+
+
+def test_a_reward_model_is_asked_in_the_form_it_was_trained_on(build, tokenizer):
+    """Tools and earlier turns are rendered, thinking is not: equal ids, up to the one whose score is read."""
+    tools = {"role": "system", "content": "S", "tools": json.dumps([TOOL])}
+    called = [assistant("", tool_calls=[CALL], reasoning_content="call it"), {"role": "tool", "content": "<think>1</think>"}]
+    prompts = [
+        [user("Q0")],
+        [user("Q1"), assistant("mid", reasoning_content="hm\n\nso"), user("and")],
+        [tools, user("Q2")],
+        [tools, user("Q3"), *called],
+        [tools, user("Q4"), assistant("<think>in\nline</think>mid"), user("<think>"), *called],
+    ]
+    answers = [assistant("\ngood"), assistant("so\n\nbad", reasoning_content="\n\n what\n")]
+    rows = [{"chosen": [*prompt, answers[0]], "rejected": [*prompt, answers[1]]} for prompt in prompts]
+    prepared, encoded = build("dpo", rows)
+    trained, asked = [], []
+    for split in ("train", "held_out"):
+        pair_batches = PairBatches(encoded / f"{split}.arrow", batch_size=2, seed=1, tokenizer=tokenizer)
+        for batch in pair_batches.judged().in_order():
+            ends = (batch.labels != -100).long().cumsum(dim=1).argmax(dim=1)
+            trained += [tuple(ids[: end + 1].tolist()) for ids, end in zip(batch.input_ids, ends, strict=True)]
+        for row in read_prepared(prepared, split):
+            asked += [Reply(row[side][:-1], row[side][-1]["content"], row["tools"]) for side in ("chosen", "rejected")]
+    model = ReadIds()
+    TrainedRewardModel(model, ChatEncoder(tokenizer), pad_id=0, offset=0, scale=1, batch_size=3, max_len=2000).score(asked)
+    assert len(set(trained)) == 10 and set(map(tuple, model.read)) == set(trained)
+    blocks = [tokenizer.decode_all(ids).split("<|im_start|>assistant\n")[1:] for ids in trained]
+    assert all(turn.startswith("<think>\n\n</think>\n\n") for turns in blocks for turn in turns) and len(sum(blocks, [])) == 18
+    assert sum("<tools>" in tokenizer.decode_all(ids) for ids in trained) == 6
+
+
+def test_only_the_turn_that_differs_is_counted_in_pairs(build, tokenizer):
+    _, encoded = build("dpo", pairs(12))
+    source = read_prepared(encoded.parent / "prepared", "train")
+    opened = PairBatches(encoded / "train.arrow", batch_size=4, seed=2, tokenizer=tokenizer)
+    for batch in opened.in_order():
+        for number, labels in enumerate(batch.labels):
+            row, side = source[batch.rows[number % batch.num_pairs]], ("chosen", "rejected")[number >= batch.num_pairs]
+            answer = row[side][-1]["content"]
+            assert tokenizer.decode_all(labels[labels != -100].tolist()) == f"<think>\n\n</think>\n\n{answer}<|im_end|>\n"
+    shown = [tokenizer.decode_all(prompt) for prompt in pair_prompts(opened)]
+    assert shown and all(text.endswith("and<|im_end|>\n<|im_start|>assistant\n") and "mid" in text for text in shown)
 
 
 def test_a_missing_file_is_named(tmp_path, tokenizer):

@@ -22,7 +22,7 @@ class Same:
         self.value, self.read = score, []  # type: float, list[str]
 
     def score(self, items: Any) -> list[float]:
-        self.read += [answer for _, answer in items]
+        self.read += [item.answer for item in items]
         return [self.value] * len(items)
 
 

@@ -18,7 +18,7 @@ from pipeline.model.heads import RewardModel
 from pipeline.params.schema import Rewards
 from pipeline.rewards.agent import agent_rewards
 from pipeline.rewards.completion import completion_rewards, total_reward
-from pipeline.rewards.model import ExternalRewardModel, TrainedRewardModel, flat_question
+from pipeline.rewards.model import ExternalRewardModel, Reply, TrainedRewardModel, flat_question
 from pipeline.rewards.rules import repetition, span_reward, thinking_reward
 from pipeline.rewards.scoring import CompletionScorer, EpisodeScorer, earned, solved
 from pipeline.rewards.verify import verify
@@ -730,11 +730,14 @@ class Length:
     """Scores an answer by its length."""
 
     def score(self, items: Any) -> list[float]:
-        return [len(answer) / 10 for _, answer in items]
+        return [len(item.answer) / 10 for item in items]
 
 
 class LetterEncoder:
-    """One token per character; the answer and two closing tokens are trained, as in a real chat."""
+    """One token per character; the answer and two closing tokens are trained, as in a real chat. Nobody thinks."""
+
+    def judged(self, ids: list[int], trained: list[bool]) -> tuple[list[int], list[bool]]:
+        return ids, trained
 
     def encode_all(self, chats: Any) -> list[EncodedChat]:
         return [self.encode(messages) for messages, tools in chats if tools is None]
@@ -743,7 +746,7 @@ class LetterEncoder:
         *history, last = messages
         before = [3 + ord(c) % 20 for message in history for c in message["content"]]
         answer = [3 + ord(c) % 20 for c in last["content"]] + [2, 4]
-        assert last["role"] == "assistant" and last["reasoning_content"] == ""
+        assert last["role"] == "assistant" and "reasoning_content" not in last
         return EncodedChat(before + answer, [False] * len(before) + [True] * len(answer), [])
 
 
@@ -774,13 +777,13 @@ def small_reward_model() -> RewardModel:
 def test_trained_scores_are_batched_in_order_and_standardised() -> None:
     model, encoder = small_reward_model(), LetterEncoder()
     items = [
-        ([{"role": "user", "content": question}], answer)
+        Reply([{"role": "user", "content": question}], answer)
         for question, answer in [("short", "yes"), ("a much longer question", "no"), ("q", "an answer of some length"), ("x", "")]
     ]
     expected = []
     with torch.no_grad():
-        for messages, answer in items:
-            ids = encoder.encode([*messages, {"role": "assistant", "content": answer, "reasoning_content": ""}]).ids
+        for item in items:
+            ids = encoder.encode([*item.messages, {"role": "assistant", "content": item.answer}]).ids
             row = torch.tensor([ids[:-1]])  # inputs; the last label is the last token
             expected.append((float(model(row, torch.tensor([len(ids) - 2]))) - 0.3) / 0.5)
     for batch_size in (1, 3, 8):
@@ -795,8 +798,8 @@ def test_equal_answers_score_equal_bit_for_bit() -> None:
     """Other batch shapes round differently, and a difference of rounding would be the whole signal of a group."""
     encoder: Any = LetterEncoder()
     scorer = TrainedRewardModel(small_reward_model(), encoder, pad_id=0, offset=0.3, scale=0.5, batch_size=3, max_len=64)
-    same = ([{"role": "user", "content": "again"}], "the very same words")
-    others = [([{"role": "user", "content": "q" * length}], "a") for length in range(1, 24)]
+    same = Reply([{"role": "user", "content": "again"}], "the very same words")
+    others = [Reply([{"role": "user", "content": "q" * length}], "a") for length in range(1, 24)]
     scores = scorer.score([same, *others[:11], same, same, *others[11:], same])
     assert scores[0] == scores[12] == scores[13] == scores[-1]
     rest = scores[1:12] + scores[14:-1]
@@ -806,8 +809,8 @@ def test_equal_answers_score_equal_bit_for_bit() -> None:
 def test_long_conversations_lose_their_beginning() -> None:
     encoder: Any = LetterEncoder()
     scorer = TrainedRewardModel(small_reward_model(), encoder, pad_id=0, offset=0.0, scale=1.0, batch_size=4, max_len=12)
-    tail = ([{"role": "user", "content": "same tail"}], "fine")
-    longer = ([{"role": "user", "content": "before " * 30 + "same tail"}], "fine")
+    tail = Reply([{"role": "user", "content": "same tail"}], "fine")
+    longer = Reply([{"role": "user", "content": "before " * 30 + "same tail"}], "fine")
     assert scorer.score([longer])[0] == pytest.approx(scorer.score([tail])[0], abs=1e-6)
 
 
@@ -874,7 +877,7 @@ def write_toy_reward(folder: Path, method: str) -> None:
 def test_external_reward_model_is_called_with_get_score(tmp_path: Path) -> None:
     write_toy_reward(tmp_path / "toy_reward", "get_score")
     scorer = ExternalRewardModel(tmp_path / "toy_reward", device=torch.device("cpu"))
-    items = [([{"role": "user", "content": "Hi"}], "Hello"), ([{"role": "user", "content": "Hello"}], "")]
+    items = [Reply([{"role": "user", "content": "Hi"}], "Hello"), Reply([{"role": "user", "content": "Hello"}], "")]
     assert scorer.score(items) == [2.0 * 3, 2.0 * -5]
 
 

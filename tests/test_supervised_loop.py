@@ -41,7 +41,7 @@ from pipeline.model.heads import RewardModel
 from pipeline.model.lora import add_lora, lora_state_dict
 from pipeline.model.transformer import CausalLM
 from pipeline.params.schema import Dpo, Supervised
-from pipeline.rewards.model import TrainedRewardModel
+from pipeline.rewards.model import Reply, TrainedRewardModel
 from pipeline.text.chat import ChatEncoder
 from pipeline.text.tokenizer import Tokenizer
 from pipeline.training.language_objective import LanguageModelling
@@ -359,7 +359,7 @@ def test_reward_scores_separate_and_are_standardised(sets: Path, tokenizer: Toke
         model, ChatEncoder(tokenizer), pad_id=0, offset=offset, scale=scale, batch_size=5, max_len=512
     )  # what the reinforcement stages read is what was trained
     source = pairs(16)
-    items = [(row[side][:1], row[side][1]["content"]) for row in source for side in ("chosen", "rejected")]
+    items = [Reply(row[side][:1], row[side][1]["content"]) for row in source for side in ("chosen", "rejected")]
     scores = scorer.score(items)
     assert all(good > bad for good, bad in zip(scores[::2], scores[1::2], strict=True))
     held_out = list(task.held_out.in_order()) + list(task.train.in_order())

@@ -5,6 +5,7 @@ order, with which augmentation. So nothing needs saving to resume, and skipping 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,7 @@ class PairBatches:
             for side in ("chosen", "rejected")
         ]
         self._seed, self._pad_id = seed, tokenizer.pad_id
+        self._encoder, self._judged = ChatEncoder(tokenizer), False
         self._drop_empty_think_frac = drop_empty_think_frac
         self._lengths = np.maximum(*(ids.lengths for ids, _, _ in self._sides))
         self._plan = _Plan(len(self._lengths), batch_size, seed)
@@ -218,6 +220,12 @@ class PairBatches:
         if self._draws is None or self._draws[0] != epoch:
             self._draws = epoch, _draw(self._seed, epoch, self._drop_empty_think_frac, self._table.num_rows)
         return self._make(self._plan.rows(epoch, index, lambda: self._lengths), self._draws[1])
+
+    def judged(self) -> "PairBatches":
+        """The same pairs in the form that reward models read, see `ChatEncoder.judged`."""
+        judged = copy(self)
+        judged._judged = True
+        return judged
 
     @property
     def num_rows(self) -> int:
@@ -241,11 +249,17 @@ class PairBatches:
 
     def _make(self, rows: Ints, drops: Ints) -> PairBatch:
         sequences = [
-            _without_spans(ids[row], trained[row], empty_thinks[row]) if drops[row] else (ids[row], trained[row])
+            self._sequence(ids[row], trained[row], empty_thinks[row], bool(drops[row]))
             for ids, trained, empty_thinks in self._sides
             for row in rows
         ]
         return PairBatch(*_shift_and_pad(sequences, self._pad_id), rows.tolist(), drops[rows].tolist(), self.split)
+
+    def _sequence(self, ids: Ints, trained: Ints, empty_thinks: Ints, dropped: bool) -> tuple[Ints, Ints]:
+        if self._judged:
+            kept, flags = self._encoder.judged(ids.tolist(), trained.tolist())
+            return np.asarray(kept), np.asarray(flags)
+        return _without_spans(ids, trained, empty_thinks) if dropped else (ids, trained)
 
 
 class _Ragged:

@@ -5,6 +5,7 @@ front) is stored beside the ids, and a batch splices.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,7 +41,8 @@ def encode_set(
         text: line, ids, num_bytes. A document is bos + text + eos; one longer than `max_seq_len` is several rows (`windows`).
         chat: line, ids, trained (1 = the assistant wrote it), empty_thinks (flattened [start, end) of removable think blocks),
             takes_system (no system message, so no tools either), num_bytes (UTF-8 bytes of the trained text).
-        pairs: line, and ids, trained, empty_thinks of each side, prefixed `chosen_` and `rejected_`.
+        pairs: line, and ids, trained, empty_thinks of each side, prefixed `chosen_` and `rejected_`. Trained is the last turn
+            alone, in which the sides differ: what both say before it would cancel out in losses and stand in every sum.
 
     Chats and pairs that are longer than `max_seq_len` tokens (with the longest system prompt where one may be added), have no
     trained token, or are the same on both sides, are dropped and listed in the report; nothing is ever truncated.
@@ -137,7 +139,14 @@ def _pair(chats: Mapping[str, EncodedChat], max_seq_len: int) -> Columns | str:
             return f"{side} has no trained token"
     if _without_empty_thinks(chats["chosen"]) == _without_empty_thinks(chats["rejected"]):
         return "chosen and rejected are the same tokens"
-    return {f"{side}_{name}": value for side, chat in chats.items() for name, value in _chat_columns(chat).items()}
+    last_turns = {side: replace(chat, trained=_last_turn(chat.trained)) for side, chat in chats.items()}
+    return {f"{side}_{name}": value for side, chat in last_turns.items() for name, value in _chat_columns(chat).items()}
+
+
+def _last_turn(trained: list[bool]) -> list[bool]:
+    """The flags without those of earlier turns; a pair ends in the turn that differs."""
+    behind_prompt = len(trained) - trained[::-1].index(False) if False in trained else 0
+    return [False] * behind_prompt + trained[behind_prompt:]
 
 
 def _chat_columns(chat: EncodedChat) -> Columns:

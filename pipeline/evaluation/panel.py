@@ -152,7 +152,7 @@ class Examiner:
         objective.model.eval()
         correct: list[float] = []
         with torch.inference_mode():
-            for batch in self.panel.pairs.in_order():
+            for batch in self.panel.pairs.judged().in_order():
                 chosen, rejected = objective.scores(batch).chunk(2)
                 correct += (chosen > rejected).float().tolist()
         return Examination({"preference_accuracy": correct})

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -13,11 +13,19 @@ from pipeline.text.chat import ChatEncoder
 Messages = Sequence[Mapping[str, Any]]
 
 
+class Reply(NamedTuple):
+    """What is scored: an answer, without its thinking, to the messages before it, in which `tools` were offered."""
+
+    messages: Messages
+    answer: str
+    tools: Sequence[Mapping[str, Any]] | None = None
+
+
 class RewardScorer(Protocol):
     """Scores answers to conversations, higher is better. The scale is the model's own; rewards clamp it to +- `model_clip`."""
 
-    def score(self, items: Sequence[tuple[Messages, str]]) -> list[float]:
-        """One score per (messages up to the question, answer)."""
+    def score(self, items: Sequence[Reply]) -> list[float]:
+        """One score per reply."""
         ...
 
 
@@ -42,8 +50,8 @@ class TrainedRewardModel:
         self.batch_size, self.max_len = batch_size, max_len
 
     @torch.no_grad()
-    def score(self, items: Sequence[tuple[Messages, str]]) -> list[float]:
-        """Scores read at the last trained token of each conversation, as in training; rows of like length share a batch.
+    def score(self, items: Sequence[Reply]) -> list[float]:
+        """Scores of the ids that a pair with this answer has, read where they are in training; rows of like length share a batch.
 
         Equal conversations are scored once: their scores are equal bit for bit.
         """
@@ -56,14 +64,15 @@ class TrainedRewardModel:
                 scores[row] = (raw - self.offset) / self.scale
         return [scores[row] for row in rows]
 
-    def _encode(self, items: Sequence[tuple[Messages, str]]) -> list[tuple[int, ...]]:
+    def _encode(self, items: Sequence[Reply]) -> list[tuple[int, ...]]:
         rows = []
         for chat in self.encoder.encode_all(
-            [([*messages, {"role": "assistant", "content": answer, "reasoning_content": ""}], None) for messages, answer in items]
+            [([*item.messages, {"role": "assistant", "content": item.answer}], item.tools) for item in items]
         ):
+            ids, trained = self.encoder.judged(chat.ids, chat.trained)
             # Labels are inputs shifted by one: the last trained label stands at the position before its own token.
-            end = max(position for position, trained in enumerate(chat.trained) if trained)
-            rows.append(tuple(chat.ids[:end][-self.max_len :]))
+            end = max(position for position, flag in enumerate(trained) if flag)
+            rows.append(tuple(ids[:end][-self.max_len :]))
         return rows
 
     def _raw_scores(self, rows: Sequence[tuple[int, ...]]) -> list[float]:
@@ -102,16 +111,16 @@ class ExternalRewardModel:
         self.model = model.to(device).eval()
 
     @torch.no_grad()
-    def score(self, items: Sequence[tuple[Messages, str]]) -> list[float]:
+    def score(self, items: Sequence[Reply]) -> list[float]:
         """One call per answer; the model's own scale."""
         return [
             float(
                 self.model.get_score(
                     self.tokenizer,
-                    [{"role": "user", "content": flat_question(messages)}, {"role": "assistant", "content": answer}],
+                    [{"role": "user", "content": flat_question(item.messages)}, {"role": "assistant", "content": item.answer}],
                 )
             )
-            for messages, answer in items
+            for item in items
         ]
 
 

@@ -9,7 +9,7 @@ from pipeline.params.schema import Rewards
 from pipeline.rewards import minimind
 from pipeline.rewards.agent import agent_rewards, earned_answers
 from pipeline.rewards.completion import completion_rewards, total_reward
-from pipeline.rewards.model import Messages, RewardScorer
+from pipeline.rewards.model import Reply, RewardScorer
 from pipeline.rewards.verify import verify
 from pipeline.rollout.records import StopReason, Trajectory, Turn
 from pipeline.text.turns import ParsedTurn
@@ -59,7 +59,7 @@ def earned(task: PromptTask, trajectory: Trajectory, toolbox: Toolbox = PRESET_T
     return trajectory.stop is StopReason.EOS and all(answers)
 
 
-def model_scores(model: RewardScorer, items: Sequence[tuple[Messages, str]]) -> list[float]:
+def model_scores(model: RewardScorer, items: Sequence[Reply]) -> list[float]:
     """The model's scores; one that is not finite (half precision overflows) becomes -inf, the worst.
 
     Clamping would turn NaN into the best score, and a policy would learn to write what breaks the reward model.
@@ -78,7 +78,9 @@ class CompletionScorer:
         legacy = self.params.preset == "minimind"
         turns = [t.turns[-1] if t.turns else NOTHING for t in trajectories]
         answers = [minimind.answer_of(turn.text) if legacy else turn.parsed.answer for turn in turns]
-        scores = model_scores(self.model, [(task.messages, answer) for task, answer in zip(tasks, answers, strict=True)])
+        scores = model_scores(
+            self.model, [Reply(task.messages, answer, task.tools) for task, answer in zip(tasks, answers, strict=True)]
+        )
         scored = []
         for task, trajectory, turn, score in zip(tasks, trajectories, turns, scores, strict=True):
             if legacy:
@@ -115,7 +117,7 @@ class EpisodeScorer:
             if (not minimind.any_calls(trajectory) if legacy else not task.tools)
         ]
         answer = minimind.last_answer if legacy else _final_answer
-        items = [(tasks[place].messages, answer(trajectories[place])) for place in plain]
+        items = [Reply(tasks[place].messages, answer(trajectories[place]), tasks[place].tools) for place in plain]
         scores = dict(zip(plain, model_scores(self.model, items), strict=True))
         clip = minimind.AGENT_CLIP if legacy else self.params.agent_clip
         scored = []

@@ -192,6 +192,7 @@ class ChatEncoder:
         self._header = self._encode(out)[0]
         out.template(_EMPTY_THINK)
         self._opening = self._encode(out)[0]
+        self._blank_thinking = tokenizer.encode_text("\n\n")
 
     def encode(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> EncodedChat:
         """A whole conversation, without generation prompt.
@@ -213,6 +214,25 @@ class ChatEncoder:
                     spans = []
             encoded.append(EncodedChat(ids, trained, spans))
         return encoded
+
+    def judged(self, ids: Sequence[int], trained: Sequence[bool]) -> tuple[list[int], list[bool]]:
+        """A conversation as reward models are trained on it and asked: every think block as empty as a generation prompt's.
+
+        So the score is of what is answered: thinking has a reward of its own, and pairs may have none. Exact with any tokenizer,
+        because tags part the text around them.
+        """
+        opening, closing = self._tokenizer.control_id("<think>"), self._tokenizer.control_id("</think>")
+        kept: list[int] = []
+        flags: list[bool] = []
+        inside = False
+        for i, flag in zip(ids, trained, strict=True):
+            inside = inside and i not in (closing, self._tokenizer.eos_id)
+            if not inside:
+                inside = i == opening
+                added = [i, *self._blank_thinking] if inside else [i]
+                kept += added
+                flags += [flag] * len(added)
+        return kept, flags
 
     def encode_prompt(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, *, open_thinking: bool = False
