@@ -4,15 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from flows.faults import FlowFault
-from flows.rebuild import Ran, Workspace, bring_up_all
+from flows.rebuild import Workspace, bring_up_all
 from flows.report import publish
 from pipeline.lineage.experiment import open_experiment
-from pipeline.lineage.plan import read_plan
 from pipeline.lineage.records import TrackedRun, final_metrics, tracked_run
 
 
 class ExperimentFailed(FlowFault):
-    """Stages of an experiment failed; its copy is left for the next try."""
+    """Not all stages of an experiment are up to date; its copy is left for the next try."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +40,14 @@ def run_experiment(original: Workspace, stage: str, overrides: Sequence[str]) ->
     Raises:
         ParamsError: an override or the stage is wrong.
         DataError: a file that a stage reads is nowhere.
-        ExperimentFailed: a stage failed or was stopped.
+        ExperimentFailed: a stage failed, was stopped, or is not up to date by the plan made after it.
     """
     root, stop = original.root, original.stop
     with open_experiment(root, stage, overrides, stop) as experiment:
         copy = experiment.workspace
         workspace = replace(original, root=copy, environment=experiment.environment)
-        ran: list[Ran] = []
-        bring_up_all(workspace, experiment.targets, ran)
-        failed = "; ".join(done.error for done in ran if done.error) or ("stopped" if stop.is_set() else "")
+        done = bring_up_all(workspace, experiment.targets)
+        failed = "; ".join(done.faults)
         if failed:
             closing = f"Its copy, `{copy}`, stays: the same overrides go on there."
         else:
@@ -57,8 +55,7 @@ def run_experiment(original: Workspace, stage: str, overrides: Sequence[str]) ->
             name = experiment.name
             closing = f"`dvc exp apply {name}` takes it into the workspace, `dvc exp branch {name}` makes a branch of it."
         title = f"Experiment **{experiment.name}**: `{experiment}`"
-        plan = read_plan(copy, experiment.targets)
-        publish(stage, ran, plan, root=copy, home=root, title=title, closing=closing)
+        publish(stage, done, root=copy, home=root, title=title, closing=closing)
         if failed:
             raise ExperimentFailed(failed)
         measured = "eval" if stage == "all" else stage

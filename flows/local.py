@@ -3,27 +3,36 @@
 Server and worker have sessions of their own, so that Ctrl-C or a closed terminal reaches this process alone, which ends the
 worker first (its flow runs save, and are started again by the next worker) and then the server. They end with it, too, when
 it is killed (Linux).
+
+Whoever may start flow runs may run code. So the server listens on loopback, asks for a password (`flows.access`), answers no page
+of another origin (prefect.toml) and no other Host (`flows.server`), and a run cannot bring a command of its own (`job_template`).
 """
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 from urllib.parse import urlsplit
 
+import httpx
 from prefect import get_client
 from prefect.client.schemas.filters import WorkerFilter, WorkerFilterStatus
+from prefect.context import refresh_global_settings_context
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
+from prefect.utilities.processutils import command_to_string
 
+from flows.access import LOOPBACK, VARIABLE, ensure_password
 from flows.automations import ensure_automations
 from flows.gpus import set_limit
 from pipeline.errors import HeldError, PipelineError
@@ -46,10 +55,11 @@ def main() -> int:
     for signum in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup
             signal.signal(signum, lambda received, _: sys.exit(128 + received))  # leaves through the stacks, as Ctrl-C does
-    os.environ |= {"MINIMIND_ROOT": str(ROOT), "MINIMIND_PYTHON": sys.executable}  # prefect.yaml
     os.chdir(ROOT)
     try:
         with hold(ROOT / ".runs" / "flows.lock", wait=False):
+            ensure_password(ROOT)
+            refresh_global_settings_context()  # they were read when Prefect was imported
             return run()
     except HeldError as error:
         print(f"`make flows` runs already in this folder: {error}")
@@ -65,18 +75,20 @@ def run() -> int:
     """Brings everything up, and starts again what is killed; the exit code of a server or worker that ends by itself.
 
     Raises:
-        PipelineError: no server could be started, or that of the address belongs to another folder.
+        PipelineError: no server could be started, or that of the address belongs to somebody else or is open to everybody.
     """
     runtime = load_params(ROOT / "params.yaml").runtime
     url = get_current_settings().api.url or ""
     with ExitStack() as stack:
         services = [] if is_healthy(url) else [stack.enter_context(_server(url))]
+        _refuse_open_server(url)
         _refuse_other_folder(url)
-        subprocess.run([*_PREFECT, "work-pool", "create", POOL, "--type", "process", "--overwrite"], check=True)
+        _make_pool()
         subprocess.run([*_PREFECT, "deploy", "--all"], check=True, stdout=subprocess.DEVNULL)
         ensure_automations()
         set_limit(gpus := usable_gpus(runtime))
         print(f"{url.removesuffix('/api')}: ready; in another terminal: prefect deployment run minimind/grpo", flush=True)
+        print(f"Its page asks for the password: what stands behind {VARIABLE}= in .env", flush=True)
         if gpus is not None:
             print(f"GPUs that flow runs may use at once (runtime.gpus): {gpus}", flush=True)
         worker = _Service("worker", [*_PREFECT, "worker", "start", "--pool", POOL, "--type", "process"])
@@ -111,7 +123,7 @@ def is_healthy(url: str) -> bool:
 def _server(url: str) -> "Iterator[_Service]":
     """A Prefect server of our own at this address, until the block ends."""
     address = urlsplit(url)
-    if address.hostname not in ("127.0.0.1", "localhost", "::1") or address.port is None:
+    if address.hostname not in LOOPBACK or address.port is None:
         raise PipelineError(
             f"{url}: no Prefect server answers, and only one on this machine can be started; check PREFECT_API_URL"
         )
@@ -123,8 +135,11 @@ def _server(url: str) -> "Iterator[_Service]":
                 "make flows"
             )
     log = ROOT / ".runs" / "prefect-server.log"
-    start = [*_PREFECT, "server", "start", "--host", address.hostname, "--port", str(address.port)]
-    with _Service("server", start, log) as server:
+    password = get_current_settings().api.auth_string
+    assert password is not None  # `ensure_password`
+    secret = {"PREFECT_SERVER_API_AUTH_STRING": password.get_secret_value()}
+    start = [sys.executable, "-m", "flows.server", address.hostname, str(address.port)]
+    with _Service("server", start, log, secret) as server:
         end = time.monotonic() + START_S
         while not is_healthy(url):
             if server.process.poll() is not None or time.monotonic() > end:
@@ -133,24 +148,66 @@ def _server(url: str) -> "Iterator[_Service]":
         yield server
 
 
+def job_template() -> dict[str, Any]:
+    """Of the work pool: every run has this command in this folder; a run or a deployment that brings variables is refused."""
+    return {
+        "variables": {"type": "object", "properties": {}, "additionalProperties": False},
+        "job_configuration": {
+            # The engine at once: it saves the seconds of a process that would prepare the folder.
+            "command": command_to_string([sys.executable, "-m", "prefect.engine"]),
+            "working_dir": str(ROOT),
+            "stream_output": True,
+        },
+    }
+
+
+def _make_pool() -> None:
+    with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
+        json.dump(job_template(), file)
+        file.flush()
+        create = [*_PREFECT, "work-pool", "create", POOL, "--type", "process", "--overwrite", "--base-job-template", file.name]
+        subprocess.run(create, check=True)
+
+
+def _refuse_open_server(url: str) -> None:
+    """On this machine a server without a password is a door for all its users, and for every page in a browser.
+
+    Raises:
+        PipelineError: the server answers everybody.
+    """
+    if (
+        urlsplit(url).hostname in LOOPBACK
+        and httpx.get(f"{url}/admin/settings", timeout=30).status_code != httpx.codes.UNAUTHORIZED
+    ):
+        raise PipelineError(
+            f"{url}: this Prefect server asks for no password, so that every user and every web page could run code; end it"
+        )
+
+
 def _refuse_other_folder(url: str) -> None:
     """One work pool serves one folder: a second one would take over the deployments of the first.
 
     Raises:
-        PipelineError: another folder's worker is at work on this server.
+        PipelineError: another folder's worker is at work on this server, or it has another password.
     """
+    own = "or use a server of your own: PREFECT_API_URL=http://127.0.0.1:4201/api make flows"
     with get_client(sync_client=True) as client:
         try:
-            deployment = client.read_deployment_by_name("minimind/all")
+            pool = client.read_work_pool(POOL)
         except ObjectNotFound:
             return
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code != httpx.codes.UNAUTHORIZED:
+                raise
+            raise PipelineError(
+                f"{url}: asks for another password than {VARIABLE}, so it is another folder's or user's; end it, {own}"
+            ) from None
         online = WorkerFilter(status=WorkerFilterStatus(any_=["ONLINE"]))
-        folder = deployment.job_variables.get("working_dir")
-        if folder in (None, str(ROOT)) or not client.read_workers_for_work_pool(POOL, online):
+        folder = pool.base_job_template.get("job_configuration", {}).get("working_dir")
+        if folder == str(ROOT) or not client.read_workers_for_work_pool(POOL, online):
             return
     raise PipelineError(
-        f"{url}: serves {folder}, whose worker has been there within the last minutes; end its `make flows`, or use a server "
-        "of your own: PREFECT_API_URL=http://127.0.0.1:4201/api make flows"
+        f"{url}: serves {folder}, whose worker has been there within the last minutes; end its `make flows`, {own}"
     )
 
 
@@ -161,12 +218,14 @@ class _Service:
         name: for messages.
         command: what to run.
         log: gets its output; this terminal when left out.
+        secret: variables on top of this process's own.
     """
 
-    def __init__(self, name: str, command: list[str], log: Path | None = None) -> None:
+    def __init__(self, name: str, command: list[str], log: Path | None = None, secret: Mapping[str, str] | None = None) -> None:
         self._name = name
         self._command = command
         self._log = log
+        self._environment = {**os.environ, **(secret or {})}
         self._start()
 
     def _start(self) -> None:
@@ -174,6 +233,7 @@ class _Service:
             output = stack.enter_context(self._log.open("ab")) if self._log else None
             self.process = subprocess.Popen(
                 self._command,
+                env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -17,9 +17,8 @@ from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 from flows.automations import FLOW, Restarts
 from flows.experiments import run_experiment
 from flows.faults import FlowFault, log_faults_as_lines
-from flows.rebuild import Ran, TimeLimit, Workspace, bring_up_all
+from flows.rebuild import TimeLimit, Workspace, bring_up_all
 from flows.report import publish
-from pipeline.lineage.plan import read_plan
 from pipeline.supervise.ancestry import Ancestor, watched
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,26 +37,26 @@ def minimind(
         restarts: how often this run has crashed and been started again: the server counts.
 
     Raises:
-        FlowFault: a stage failed; those that do not need it have been brought up to date all the same.
+        FlowFault: a stage failed, or is not up to date in the end because something changed meanwhile; those that do not need
+            it have been brought up to date all the same.
         ExperimentFailed: the same, with overrides.
     """
     log_faults_as_lines()
     if restarts:
         get_run_logger().info("Started again after crash number %d; stages go on from their last saves", restarts)
     workspace = Workspace(ROOT, os.cpu_count() or 1, timeout_s=timeout_s)
-    ran: list[Ran] = []
     targets = () if stage == "all" else (stage,)
     try:
         with terminated_with_worker():
             if overrides:
                 run_experiment(workspace, stage, overrides)
                 return
-            bring_up_all(workspace, targets, ran)
+            done = bring_up_all(workspace, targets)
     finally:
         workspace.stop.set()  # whatever ended the flow, no stage outlives it
-    publish(stage, ran, read_plan(ROOT, targets), root=ROOT, home=ROOT)
-    if failed := [done.error for done in ran if done.error]:
-        raise FlowFault("; ".join(failed))
+    publish(stage, done, root=ROOT, home=ROOT)
+    if done.faults:
+        raise FlowFault("; ".join(done.faults))
 
 
 @contextmanager

@@ -1,11 +1,13 @@
 """Bringing stages up to date in the order of the lineage: siblings side by side, each as a task that Prefect retries.
 
-DVC says what has to run; the plan is made anew after every stage, because a stage may come out unchanged.
+DVC says what has to run or comes from its run cache; the plan is made anew after every stage, because a stage may come out
+unchanged. What counts in the end is the last plan alone.
 """
 
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -66,26 +68,47 @@ def worth_retrying(task: Any, task_run: Any, state: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A stage that the flow ran."""
+    """A stage that was not up to date, and what became of it: a `result` of `bring_up`, or an `error`."""
 
     planned: Planned
     seconds: float
-    error: str | None
+    result: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BroughtUp:
+    """What came of bringing targets up to date.
+
+    Attributes:
+        ran: the stages that had to run or came from the cache, in the order in which they ended.
+        plan: of the targets and all that they need, made after that.
+    """
+
+    ran: list[Ran]
+    plan: list[Planned]
+
+    @property
+    def faults(self) -> list[str]:
+        """Why not everything is up to date: what failed, or where nothing did, what the plan still finds to do."""
+        open_ = [planned for planned in self.plan if planned.verdict is not Verdict.UP_TO_DATE]
+        left = [f"{planned.stage}: is not up to date ({planned.verdict}: {'; '.join(planned.causes)})" for planned in open_]
+        return [done.error for done in self.ran if done.error] or left
 
 
 @task(
     name="stage",
-    task_run_name="{stage}",
+    task_run_name="{planned.stage}",
     retries=3,
     retry_delay_seconds=exponential_backoff(backoff_factor=10),
     retry_jitter_factor=0.5,
     retry_condition_fn=worth_retrying,
     cache_policy=NO_CACHE,
 )
-def run_stage(stage: str, workspace: Workspace, threads: int, recipe: str | None = None) -> None:
-    """One stage on `threads` cores; its whole output is in `.runs/<stage>/output.log`, its latest lines here."""
+def run_stage(planned: Planned, workspace: Workspace, threads: int) -> str:
+    """One stage on `threads` cores; whether it ran. Its whole output is in `.runs/<stage>/output.log`, its latest lines here."""
     logger = get_run_logger()
-    shown_at = 0.0
+    stage, shown_at = planned.stage, 0.0
 
     def show(line: str) -> None:
         nonlocal shown_at
@@ -97,8 +120,8 @@ def run_stage(stage: str, workspace: Workspace, threads: int, recipe: str | None
     try:
         # In this order: who waits for another workspace's run of the recipe holds no GPU meanwhile.
         with (
-            sole_runner(workspace.root, stage, recipe, environment, workspace.stop),
-            gpu_slots(stage, workspace.root, workspace.stop),
+            sole_runner(workspace.root, stage, planned.recipe, environment, workspace.stop),
+            nullcontext() if planned.verdict is Verdict.RESTORED else gpu_slots(stage, workspace.root, workspace.stop),
         ):
             outcome = bring_up(
                 workspace.root,
@@ -113,39 +136,43 @@ def run_stage(stage: str, workspace: Workspace, threads: int, recipe: str | None
         outcome = Outcome(error.exit_code, "; ".join(error.lines))
     if outcome.code != 0:
         raise StageFailed(stage, outcome, retry=outcome.code not in FINAL_CODES and not workspace.stop.is_set())
+    return outcome.reason
 
 
-def bring_up_all(workspace: Workspace, targets: tuple[str, ...], ran: list[Ran]) -> None:
-    """Runs what the targets (all stages when empty) need, parents first, and notes in `ran` what has ended."""
-    running: dict[str, tuple[Planned, float, PrefectFuture[None]]] = {}
+def bring_up_all(workspace: Workspace, targets: tuple[str, ...]) -> BroughtUp:
+    """Runs or restores what the targets (all stages when empty) need, parents first and each once."""
+    ran: list[Ran] = []
+    running: dict[str, tuple[Planned, float, PrefectFuture[str]]] = {}
     while True:
         over = {done.planned.stage for done in ran}
         plan = {planned.stage: planned for planned in read_plan(workspace.root, targets, unsettled=running)}
         ready = [
             planned
             for planned in plan.values()
-            if planned.verdict is Verdict.RUNS
+            if not workspace.stop.is_set()
+            and planned.verdict is not Verdict.UP_TO_DATE
             and planned.stage not in running
             and planned.stage not in over
             and all(plan[parent].verdict is Verdict.UP_TO_DATE for parent in planned.parents)
         ]
         threads = workspace.cores // max(1, min(workspace.cores, len(running) + len(ready)))
         for planned in ready[: workspace.cores - len(running)]:
-            future = run_stage.submit(planned.stage, workspace, threads, planned.recipe)
+            future = run_stage.submit(planned, workspace, threads)
             running[planned.stage] = planned, time.monotonic(), future
         if not running:
-            return
+            return BroughtUp(ran, list(plan.values()))
         ran += _finished(running)
 
 
-def _finished(running: dict[str, tuple[Planned, float, PrefectFuture[None]]]) -> list[Ran]:
+def _finished(running: dict[str, tuple[Planned, float, PrefectFuture[str]]]) -> list[Ran]:
     """Waits until at least one stage has ended, and takes those out."""
     ended: list[Ran] = []
     while not ended:
         for stage, (planned, started, future) in list(running.items()):
             future.wait(timeout=0.2)
-            if future.state.is_final():
+            state = future.state  # once: it may change while it is looked at
+            if state.is_final():
                 del running[stage]
-                error = None if future.state.is_completed() else future.state.message or future.state.name
-                ended.append(Ran(planned, time.monotonic() - started, error))
+                end = {"result": future.result()} if state.is_completed() else {"error": state.message or str(state.name)}
+                ended.append(Ran(planned, time.monotonic() - started, **end))
     return ended

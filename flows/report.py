@@ -8,32 +8,30 @@ import httpx
 from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact
 
-from flows.rebuild import Ran
+from flows.rebuild import BroughtUp
 from pipeline.lineage.headlines import EVAL_HEADLINES, HEADLINES
 from pipeline.lineage.plan import Planned
 from pipeline.lineage.records import LOCAL_UI, TrackedRun, final_metrics, tracked_run
 
 
-def publish(
-    stage: str, ran: Sequence[Ran], plan: Sequence[Planned], *, root: Path, home: Path, title: str = "", closing: str = ""
-) -> None:
+def publish(stage: str, done: BroughtUp, *, root: Path, home: Path, title: str = "", closing: str = "") -> None:
     """Writes the artifact `plan-<stage>`: what ran and why, what is left as it was, what came out, and where its curves are.
 
     Without the Prefect API there is none.
 
     Args:
         stage: what was brought up to date.
-        ran: the stages that ran.
-        plan: what is to run now, of all that were asked for.
+        done: what became of all that was asked for.
         root: where they ran.
         home: where their run folders are.
         title: stands first.
         closing: stands last.
     """
+    plan = done.plan
     runs = {planned.stage: tracked_run(root, home, planned.stage) for planned in plan}
     parts = [
         title,
-        _plan_table(ran, plan),
+        _plan_table(done),
         _metrics_table(root, plan, runs),
         _eval_table(root, plan),
         ui_hint(runs.values()),
@@ -76,15 +74,15 @@ def number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
-def _plan_table(ran: Sequence[Ran], plan: Sequence[Planned]) -> str:
+def _plan_table(done: BroughtUp) -> str:
     lines = ["| stage | result | seconds | why |", "| --- | --- | --- | --- |"]
-    names = {done.planned.stage for done in ran}
-    for done in ran:
-        result, why = cell(done.error or "ran"), cell("; ".join(done.planned.causes))
-        lines.append(f"| {done.planned.stage} | {result} | {done.seconds:.0f} | {why} |")
+    names = {ran.planned.stage for ran in done.ran}
+    for ran in done.ran:
+        result, why = cell(ran.error or ran.result), cell("; ".join(ran.planned.causes))
+        lines.append(f"| {ran.planned.stage} | {result} | {ran.seconds:.0f} | {why} |")
     lines += [
         f"| {planned.stage} | {planned.verdict} | | {cell('; '.join(planned.causes))} |"
-        for planned in plan
+        for planned in done.plan
         if planned.stage not in names
     ]
     return "\n".join(lines)

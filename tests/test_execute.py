@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.lineage.execute import TIMED_OUT, Outcome, bring_up
+from pipeline.lineage.execute import RAN, SPARED, TIMED_OUT, Outcome, bring_up
 
 ROOT = Path(__file__).parents[1]
 TRAINER = """
@@ -100,9 +100,9 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 40.0) -> None:
 
 def test_what_runs_is_up_to_date_afterwards(project: Path) -> None:
     first = Running(project, "quick")
-    assert first.end() == Outcome(0, "up to date") and "line 1" in first.lines
+    assert first.end() == Outcome(0, RAN) and "line 1" in first.lines
     again = Running(project, "quick")
-    assert again.end() == Outcome(0, "up to date") and "line 1" not in again.lines
+    assert again.end() == Outcome(0, SPARED) and "line 1" not in again.lines
     log = (project / ".runs/quick/output.log").read_text()
     assert log.splitlines() == [*first.lines, *again.lines]
 
@@ -217,7 +217,7 @@ def test_a_stage_that_ends_while_dvc_is_busy_elsewhere_is_recorded_and_not_run_a
         (project / "enough").touch()
         wait_for((project / "slow.out").exists)
         time.sleep(4)
-    assert running.end() == Outcome(0, "up to date")
+    assert running.end() == Outcome(0, RAN)
     assert running.lines.count("line 1") == 1 and "slow.out" in (project / "dvc.lock").read_text()
 
 
@@ -231,7 +231,7 @@ def test_a_stop_lets_dvc_take_over_what_a_stage_made(project: Path) -> None:
         trainer.wait(30)
         running.stop.set()
         time.sleep(1)
-    assert running.end() == Outcome(0, "up to date") and "slow.out" in (project / "dvc.lock").read_text()
+    assert running.end() == Outcome(0, RAN) and "slow.out" in (project / "dvc.lock").read_text()
 
 
 @pytest.mark.parametrize(("file", "text", "named"), [("params.yaml", "t: {lr: 2, n: 1}", "t.lr"), ("rows", "more", "rows")])
@@ -258,4 +258,4 @@ def test_what_is_edited_while_a_stage_runs_is_not_recorded_with_what_the_old_mad
     again.trainer()
     (project / "params.yaml").write_text(f"t: {{lr: {2 if file == 'params.yaml' else 1}, n: 2}}")  # nothing to this stage
     (project / "enough").touch()
-    assert again.end() == Outcome(0, "up to date")
+    assert again.end() == Outcome(0, RAN)

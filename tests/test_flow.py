@@ -4,20 +4,29 @@ import json
 import subprocess
 import sys
 import tomllib
+from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from dotenv import dotenv_values
 from prefect import get_client
-from prefect.exceptions import ParameterTypeError
+from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.exceptions import ParameterTypeError, PrefectHTTPStatusError
+from prefect.settings import PREFECT_SERVER_API_AUTH_STRING, PREFECT_SERVER_CORS_ALLOWED_ORIGINS, temporary_settings
 from prefect.testing.utilities import prefect_test_harness
+from starlette.testclient import TestClient
 
 from flows import minimind as flows
 from flows import rebuild
+from flows.access import VARIABLE, ensure_password
 from flows.automations import SILENT_S, automations, ensure_automations
+from flows.faults import FlowFault
 from flows.gpus import TAG, TRAINING, set_limit
-from flows.local import usable_gpus
+from flows.local import job_template, usable_gpus
 from flows.minimind import minimind
+from flows.server import guarded_app
+from pipeline.lineage.plan import Planned, Verdict, read_plan
 from pipeline.params.schema import Runtime
 from pipeline.yaml_files import read_yaml
 
@@ -98,6 +107,43 @@ def test_a_target_takes_what_it_needs_and_no_more(project: Path) -> None:
     assert ran(project) == ["base", "right"]
 
 
+def test_what_the_run_cache_has_is_restored_and_its_readers_run(project: Path) -> None:
+    """Edits and undone edits in any order: a flow that ends well leaves what the files of that moment give."""
+    for script, copies in [("1", 1), ("2", 1), ("1", 1), ("1", 2), ("2", 1)]:
+        (project / "script").write_text(script)
+        (project / "left.py").write_text(COPY + f"with open('left.txt', 'a') as file: file.write('x' * {copies})\n")
+        minimind("left")
+        assert (project / "left.txt").read_text() == script + "x" * copies
+        assert {planned.verdict for planned in read_plan(project, ["left"])} == {Verdict.UP_TO_DATE}
+    assert sorted(ran(project)) == ["base"] * 2 + ["left"] * 3  # all else came from the cache
+
+
+@pytest.mark.parametrize("verdict", Verdict)
+def test_a_flow_ends_well_only_when_the_last_plan_finds_all_up_to_date(
+    project: Path, monkeypatch: pytest.MonkeyPatch, verdict: Verdict
+) -> None:
+    """Whatever may stand in a plan, and whatever becomes of it."""
+    tried: list[str] = []
+    monkeypatch.setattr(rebuild, "read_plan", lambda *_, **__: [Planned("base", verdict, ["a cause"], [])])
+    monkeypatch.setattr(rebuild, "bring_up", lambda _, stage, **__: tried.append(stage) or rebuild.Outcome(0, "ran"))
+    if verdict is Verdict.UP_TO_DATE:
+        minimind("base")
+        assert tried == []
+        return
+    with pytest.raises(FlowFault, match=rf"^base: is not up to date \({verdict}: a cause\)$"):
+        minimind("base")
+    assert tried == ["base"]
+
+
+def test_an_edit_during_the_flow_fails_it_with_the_stage_that_is_out_of_date_again(project: Path) -> None:
+    edits = "from pathlib import Path\nPath('script').write_text('2')\n"
+    (project / "left.py").write_text(edits + COPY)
+    with pytest.raises(FlowFault, match=r"^code: is not up to date \(runs: script modified\); .*eval: is not up to date"):
+        minimind("all")
+    minimind("all")
+    assert (project / "eval.txt").read_text() == "22"
+
+
 def test_a_fault_in_the_data_is_not_tried_again_and_spares_the_siblings(project: Path) -> None:
     (project / "left.py").write_text(FAULTY)
     with pytest.raises(RuntimeError, match="left: row 3: no such role"):
@@ -136,7 +182,7 @@ def test_more_ranks_than_gpus_are_refused(project: Path) -> None:
         with pytest.raises(
             rebuild.StageFailed, match="runtime.ranks=3: lora needs a GPU per rank, and runtime.gpus was 2"
         ) as error:
-            rebuild.run_stage("lora", rebuild.Workspace(project, 1), 1)
+            rebuild.run_stage(Planned("lora", Verdict.RUNS, [], []), rebuild.Workspace(project, 1), 1)
         assert not error.value.retry
     finally:
         set_limit(None)
@@ -167,6 +213,43 @@ def test_automations_are_made_once() -> None:
         assert sorted(found.name for found in client.read_automations()) == sorted(made.name for made in automations())
     settings = tomllib.loads((ROOT / "prefect.toml").read_text())
     assert settings["flows"]["heartbeat_frequency"] * 3 == SILENT_S
+
+
+def test_the_password_is_made_once_and_stands_beside_what_a_user_has_written(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text("MLFLOW_TRACKING_URI=http://mlflow:5000")
+    ensure_password(tmp_path)
+    text = (tmp_path / ".env").read_text()
+    ensure_password(tmp_path)
+    assert (tmp_path / ".env").read_text() == text and (tmp_path / ".env").stat().st_mode & 0o777 == 0o600
+    values = dotenv_values(tmp_path / ".env")
+    assert values.keys() == {"MLFLOW_TRACKING_URI", VARIABLE} and values["MLFLOW_TRACKING_URI"] == "http://mlflow:5000"
+    user, _, password = str(values[VARIABLE]).partition(":")
+    assert user == "minimind" and len(password) >= 40
+
+
+def test_strangers_get_no_answer() -> None:
+    """As in test_local_flows.py, without a process: no password, another origin, another Host."""
+    origins = tomllib.loads((ROOT / "prefect.toml").read_text())["server"]["api"]["cors_allowed_origins"]
+    with temporary_settings({PREFECT_SERVER_API_AUTH_STRING: "minimind:x", PREFECT_SERVER_CORS_ALLOWED_ORIGINS: origins}):
+        client = TestClient(guarded_app(), base_url="http://127.0.0.1:4200")
+    known, preflight = {"Authorization": f"Basic {b64encode(b'minimind:x').decode()}"}, {"Access-Control-Request-Method": "POST"}
+    path = "/api/admin/settings"
+    assert client.get(path, headers=known).status_code == 200
+    assert client.get(path).status_code == 401
+    assert client.get(path, headers={**known, "Host": "evil.example:4200"}).status_code == 400
+    assert client.options(path, headers={**preflight, "Origin": "http://evil.example"}).status_code == 400
+
+
+def test_a_run_cannot_bring_a_command_of_its_own() -> None:
+    with get_client(sync_client=True) as client:
+        pool = WorkPoolCreate(name="fixed", type="process", base_job_template=job_template())
+        client.create_work_pool(pool, overwrite=True)
+        flow = client.create_flow_from_name("minimind")
+        deployment = client.create_deployment(flow, "fixed", work_pool_name="fixed", entrypoint="flows/minimind.py:minimind")
+        assert client.create_flow_run_from_deployment(deployment).name
+        for name, value in (("command", "touch taken-over"), ("env", {"PYTHONPATH": "/tmp"}), ("working_dir", "/tmp")):
+            with pytest.raises(PrefectHTTPStatusError, match="422"):
+                client.create_flow_run_from_deployment(deployment, job_variables={name: value})
 
 
 def test_every_stage_has_a_deployment() -> None:

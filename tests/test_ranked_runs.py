@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from test_supervised_loop import language_task, make_settings
@@ -44,6 +45,11 @@ def main(sets: Path, ranks: int, epochs: int, fault: str) -> None:
     with stage_run("pretrain", params={"pretrain": {"epochs": epochs}}, inputs=[], runtime=runtime, ranked=True) as run:
         device = open_device(runtime)
         Path(f"rank{device.ranks.rank}.pid").write_text(str(os.getpid()))
+        if fault == "ports":
+            ends = [each for each in psutil.Process().net_connections("inet") if each.status == psutil.CONN_LISTEN]
+            ports = device.ranks.gather([[each.laddr.ip for each in ends]])
+            Path("out.json").write_text(json.dumps(ports))
+            return
         if fault == str(device.ranks.rank):
             raise DataError(f"rank {fault} misses its data")
         if fault == "guard":
@@ -117,6 +123,13 @@ def test_ranks_leave_one_record_and_the_outputs_of_one_process(tmp_path: Path, s
     assert sorted(set(logged_steps(tmp_path / "two"))) == [1, 2, 3, 4]
     assert len(logged_steps(tmp_path / "two")) == len(logged_steps(tmp_path / "one"))
     assert not alive(follower(tmp_path / "two"))
+
+
+def test_ranks_listen_on_loopback_alone(tmp_path: Path, sets: Path) -> None:
+    with stage(tmp_path / "ports", sets, fault="ports") as process:
+        assert process.wait(90) == 0, process.stderr and process.stderr.read()
+    ports = json.loads((tmp_path / "ports/out.json").read_text())
+    assert len(ports) == 2 and {address for each in ports for address in each} <= {"127.0.0.1", "::1"}
 
 
 def test_a_stop_reaches_all_ranks_and_the_run_goes_on(tmp_path: Path, sets: Path) -> None:

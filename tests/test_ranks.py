@@ -4,6 +4,7 @@ Run as a script, this file is one of the processes.
 """
 
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -44,12 +45,13 @@ from pipeline.data.prompts import PromptTask
 from pipeline.model.lora import add_lora
 from pipeline.params.schema import Agent, Group, Ppo, Runtime, Supervised
 from pipeline.rewards.scoring import Scored
-from pipeline.rollout.records import Trajectory
+from pipeline.rollout.records import StopReason, Trajectory
 from pipeline.text.tokenizer import Tokenizer, load_tokenizer
+from pipeline.tools.registry import ToolResult
 from pipeline.training.device import Device, open_device
 from pipeline.training.group_loop import train_group
 from pipeline.training.ppo_loop import train_ppo
-from pipeline.training.ranks import ALONE, Ranks
+from pipeline.training.ranks import ALONE, Ranks, _pack, _unpack
 from pipeline.training.rollouts import Rollout
 from pipeline.training.state import TrainState
 from pipeline.training.supervised import SupervisedTask, train_supervised, validate
@@ -398,6 +400,32 @@ def test_routers_balance_per_rank(together: list[dict[str, Any]], sets: Path, to
     assert 1e-4 < abs(own["moe/aux_loss"] / other["moe/aux_loss"] - 1) < 0.05
     language = [metrics["train/loss"] - metrics["moe/aux_loss"] for metrics in (own, other)]
     assert language[0] == pytest.approx(language[1], abs=1e-5)
+
+
+def test_what_ranks_send_comes_back_and_nothing_else_is_built() -> None:
+    trajectory = Trajectory([1, 2], [3], [True], [-0.5], [], [[ToolResult("{}", True)]], StopReason.CONTEXT, True)
+    scored = [{"loss": 0.5, "all": (1, None, "é")}, torch.arange(3), torch.zeros(2, dtype=torch.bfloat16), {4, 5}, b"x"]
+    received = _unpack(_pack([trajectory, *scored]))
+    assert received[0] == trajectory and received[0].stop is StopReason.CONTEXT and received[1] == scored[0]
+    assert all(torch.equal(left, right) for left, right in zip(received[2:4], scored[1:3], strict=True))
+    assert received[4:] == scored[3:]
+
+
+@pytest.mark.parametrize("call", [(os.system, ("touch taken-over",)), (read_yaml, ("params.yaml",)), (eval, ("1",))])
+def test_bytes_that_would_call_something_are_refused(
+    call: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As another process of the machine could send them to a rank's port."""
+
+    class Attack:
+        def __reduce__(self) -> Any:
+            return call
+
+    monkeypatch.chdir(tmp_path)
+    for bytes_ in (_pack([Attack()]), torch.frombuffer(bytearray(pickle.dumps(Attack())), dtype=torch.uint8)):
+        with pytest.raises((pickle.UnpicklingError, AttributeError)):
+            _unpack(bytes_)
+    assert not list(tmp_path.iterdir())
 
 
 def test_one_process_is_left_as_it_is(sets: Path, tokenizer: Tokenizer) -> None:

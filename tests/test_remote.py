@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import PipelineError
-from pipeline.lineage.execute import Outcome, bring_up
+from pipeline.lineage.execute import bring_up
 from pipeline.lineage.plan import Verdict, read_plan
 from pipeline.lineage.remote import VARIABLE
 
@@ -38,7 +38,7 @@ def workspace(folder: Path) -> Path:
 def bring_up_all(root: Path) -> list[str]:
     """The stages that ran, below an environment that names a remote."""
     for stage in ("data", "train"):
-        assert bring_up(root, stage, on_line=print, stop=threading.Event()) == Outcome(0, "up to date")
+        assert bring_up(root, stage, on_line=print, stop=threading.Event()).code == 0
     assert {planned.verdict for planned in read_plan(root)} == {Verdict.UP_TO_DATE}
     return (root / "ran").read_text().split() if (root / "ran").exists() else []
 

@@ -87,6 +87,16 @@ def test_a_sweep_tries_all_names_the_best_and_survives_a_member(lineage: Path) -
     assert [(row[1], row[2]) for row in rows[:2]] == [("9.75", "finished"), ("9.5", "finished")]
     assert rows[2][1] == "" and "grpo: told to fail" in rows[2][2]
 
+    for name in experiments(lineage):
+        small_lineage.dvc(lineage, "exp", "remove", name)
+    sweep("grpo", {"grpo.lr": [0.5, 0.25], "grpo.kl_coef": [0.02]})  # DVC's run cache has what both need
+    assert len(ran(lineage)) == 3 and report("sweep-grpo").startswith(f"Best: **{best}** with `reward/mean` 9.75.")
+    assert "| grpo | did not have to run |" in report("plan-grpo")
+    small_lineage.dvc(lineage, "exp", "apply", best)
+    assert (lineage / "grpo.txt").read_text().endswith("0.25")
+    small_lineage.git(lineage, "checkout", "--", ".")
+    small_lineage.dvc(lineage, "checkout", "--quiet")
+
 
 @pytest.mark.faults
 def test_a_sweep_without_a_result_fails(lineage: Path) -> None:

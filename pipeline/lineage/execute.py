@@ -28,6 +28,8 @@ STOP_S = 27.0
 cancelled flow run after 30."""
 TIMED_OUT = 124
 """In place of an exit code: the attempt took longer than it was given."""
+RAN, SPARED = "ran", "did not have to run"
+"""The second also where DVC's run cache had the results."""
 BUSY_S = 2.0
 _EXITED = re.compile(r"exited with (-?\d+)")
 _BUSY = re.compile(r"Unable to acquire lock|is busy, it is being blocked by")
@@ -41,7 +43,7 @@ class Outcome:
     Attributes:
         code: its exit code as in `pipeline.supervise`; 0 also where there was nothing to do; `TIMED_OUT`; None where it was
             killed and could leave no record.
-        reason: one line.
+        reason: one line; `RAN` or `SPARED` where it ended well.
     """
 
     code: int | None
@@ -144,7 +146,7 @@ class _Attempt:
             process.wait()
         if process.returncode == 0:
             push_shared(self._root, self._stage)
-            return Outcome(0, "up to date")
+            return Outcome(0, RAN if self._began.is_set() else SPARED)
         recorded = read_json(self._recorded)
         outcome = _failure(self._stage, {} if recorded == before else recorded, process.returncode, list(self.tail))
         if expired.is_set():

@@ -2,17 +2,20 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
 import pipeline
 from pipeline.supervise import Stopped
 from pipeline.tracking.run_folder import RunFolder
+from pipeline.training.ranks import RENDEZVOUS
 
 FOLLOWERS_END_S = 5.0
 OTHER_RANK_GONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
@@ -23,35 +26,41 @@ OTHER_RANK_GONE = ("closed by peer", "reset by peer", "Broken pipe", "remote pro
 def followers(ranks: int) -> Iterator[None]:
     """Runs this script once more for each rank from 1 on; they end with the block, whichever way.
 
-    They have sessions of their own: a signal to this process group is for rank 0, which tells them.
+    They have sessions of their own: a signal to this process group is for rank 0, which tells them. They find each other in a
+    file that others cannot read and talk over loopback: torch's own store would listen on all interfaces.
     """
     if ranks == 1:
         yield
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "LOCAL_RANK": "0"}
-    followers = [
-        subprocess.Popen(
-            [sys.executable, *sys.orig_argv[1:]],
-            env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        for rank in range(1, ranks)
-    ]
-    try:
-        yield
-        _wait_for(followers)
-    except RuntimeError:  # what torch raises when the other end of a connection is gone: the reason is the follower's
-        if code := _wait_for(followers):
-            raise SystemExit(code) from None
-        raise
-    finally:
-        for follower in followers:
-            follower.kill()
-            follower.wait()
+    with tempfile.TemporaryDirectory(prefix="minimind-ranks-") as folder:
+        os.environ |= {"WORLD_SIZE": str(ranks), "RANK": "0", "LOCAL_RANK": "0", RENDEZVOUS: os.path.join(folder, "store")}
+        os.environ |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), _loopback())
+        followers = [
+            subprocess.Popen(
+                [sys.executable, *sys.orig_argv[1:]],
+                env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            for rank in range(1, ranks)
+        ]
+        try:
+            yield
+            _wait_for(followers)
+        except RuntimeError:  # what torch raises when the other end of a connection is gone: the reason is the follower's
+            if code := _wait_for(followers):
+                raise SystemExit(code) from None
+            raise
+        finally:
+            for follower in followers:
+                follower.kill()
+                follower.wait()
+
+
+def _loopback() -> str:
+    """The interface that leads to this machine alone: `lo` on Linux, `lo0` on macOS."""
+    found = psutil.net_if_addrs().items()
+    return next((name for name, addresses in found if any(each.address == "127.0.0.1" for each in addresses)), "lo")
 
 
 @contextmanager

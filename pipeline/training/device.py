@@ -15,7 +15,7 @@ from torch import Tensor
 from pipeline.errors import ParamsError
 from pipeline.model.transformer import Backbone
 from pipeline.params.schema import Runtime
-from pipeline.training.ranks import ALONE, Ranks, launched_ranks
+from pipeline.training.ranks import ALONE, Ranks, join_ranks, launched_ranks
 
 Model = TypeVar("Model", bound=Backbone)
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
@@ -78,8 +78,7 @@ def open_device(runtime: Runtime) -> Device:
         raise ParamsError("runtime.device='cuda': no CUDA device is visible; use 'auto' or 'cpu'")
     cuda = runtime.device != "cpu" and torch.cuda.is_available()
     device = own_gpu(ranks) if cuda else torch.device("cpu")
-    if ranks.size > 1 and not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    join_ranks(ranks, "cpu:gloo,cuda:nccl" if cuda else "gloo")
     if cuda:
         torch.backends.cudnn.benchmark = False
     dtype = {"auto": torch.bfloat16 if cuda else None, "float32": None, "bfloat16": torch.bfloat16}[runtime.dtype]

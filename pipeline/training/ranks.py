@@ -10,15 +10,20 @@ Torch is imported where several ranks need it: the record of every stage uses th
 
 import io
 import os
-from collections import defaultdict
+import pickle
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
+from enum import Enum
 from itertools import islice, zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.nn import Parameter
 
+RENDEZVOUS = "MINIMIND_RENDEZVOUS"
+"""Variable with the file in which the ranks of one machine find each other; without it a launcher's address and port count."""
 Item = TypeVar("Item")
 NO_ITEM = object()
 
@@ -42,26 +47,34 @@ class Ranks:
     def gather(self, items: Sequence[Item]) -> list[Item]:
         """The items of all ranks, dealt in turn: shares that `mine` made come back in the order of the whole.
 
-        Items are pickled; tensors of another rank's GPU arrive on this rank's.
+        Items are tensors, records (dataclasses, enums) and plain values; tensors of another rank's GPU arrive on this rank's.
         """
         if self.size == 1:
             return list(items)
-        import torch.distributed
+        import torch
+        from torch.distributed import all_gather
 
-        shares: list[Any] = [None] * self.size
-        torch.distributed.all_gather_object(shares, _pack(list(items)))
-        turns = zip_longest(*map(_unpack, shares), fillvalue=NO_ITEM)
+        own = _pack(list(items))
+        lengths = list(torch.zeros(self.size, 1, dtype=torch.int64))
+        all_gather(lengths, torch.tensor([len(own)]))
+        longest = max(map(int, lengths))
+        shares = list(torch.empty(self.size, longest, dtype=torch.uint8))
+        all_gather(shares, torch.nn.functional.pad(own, (0, longest - len(own))))
+        packed = (share[: int(length)] for share, length in zip(shares, lengths, strict=True))
+        turns = zip_longest(*map(_unpack, packed), fillvalue=NO_ITEM)
         return [item for turn in turns for item in turn if item is not NO_ITEM]
 
     def first(self, value: Item) -> Item:
         """The value that rank 0 has, on every rank."""
         if self.size == 1:
             return value
-        import torch.distributed
+        import torch
+        from torch.distributed import broadcast
 
-        packed = [_pack(value) if self.rank == 0 else b""]
-        torch.distributed.broadcast_object_list(packed, src=0)
-        received: Item = _unpack(packed[0])
+        own = _pack(value) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
+        broadcast(length := torch.tensor([len(own)]), src=0)
+        broadcast(packed := own if self.rank == 0 else torch.empty(int(length), dtype=torch.uint8), src=0)
+        received: Item = _unpack(packed)
         return received
 
     def sum_gradients(self, parameters: Sequence["Parameter"]) -> None:
@@ -97,18 +110,54 @@ def launched_ranks() -> Ranks:
     return ALONE
 
 
-def _pack(value: Any) -> bytes:
+def join_ranks(ranks: Ranks, backend: str) -> None:
+    """Makes this process one of them, once; waits until all are there."""
+    import torch.distributed
+
+    if ranks.size == 1 or torch.distributed.is_initialized():
+        return
+    store = torch.distributed.FileStore(os.environ[RENDEZVOUS], ranks.size) if RENDEZVOUS in os.environ else None
+    torch.distributed.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.size)
+
+
+def _pack(value: Any) -> "Tensor":
+    """A value as bytes, `[N]` uint8."""
     import torch
 
     buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
+    torch.save(value, buffer, pickle_protocol=5)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
-def _unpack(packed: bytes) -> Any:
+def _unpack(packed: "Tensor") -> Any:
     import torch
 
-    return torch.load(io.BytesIO(packed), map_location=_to_own_gpu, weights_only=False)  # from a process of this very run
+    stream = io.BytesIO(packed.numpy().tobytes())
+    return torch.load(stream, map_location=_to_own_gpu, pickle_module=_Records, weights_only=False)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Builds tensors and this project's records, and calls nothing else: other processes may reach the ports of ranks.
+
+    Raises:
+        pickle.UnpicklingError: the bytes name anything else.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        import torch
+
+        if (module, name) in (("torch._utils", "_rebuild_tensor_v2"), ("collections", "OrderedDict")):
+            return torch._utils._rebuild_tensor_v2 if name == "_rebuild_tensor_v2" else OrderedDict
+        found = super().find_class(module, name) if module.startswith("pipeline.") and "." not in name else None
+        if not isinstance(found, type) or found.__module__ != module or not (is_dataclass(found) or issubclass(found, Enum)):
+            raise pickle.UnpicklingError(f"a rank sent {module}.{name}, which is no record")
+        return found
+
+
+class _Records:
+    """What `torch.load` takes for the module `pickle`."""
+
+    Unpickler = _Unpickler
 
 
 def _to_own_gpu(storage: Any, location: str) -> Any:

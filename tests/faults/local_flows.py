@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import httpx
 import psutil
+from dotenv import dotenv_values
 
 from pipeline.lineage.plan import Verdict, read_plan
 from pipeline.yaml_files import read_yaml
@@ -131,7 +132,7 @@ class LocalFlows:
 
     def server(self) -> psutil.Process | None:
         """The parent of the server's processes."""
-        return next(iter(children(psutil.Process(self.process.pid), "prefect", "server start")), None)
+        return next(iter(children(psutil.Process(self.process.pid), "flows.server")), None)
 
     def worker(self) -> psutil.Process | None:
         return next(iter(children(psutil.Process(self.process.pid), "prefect", "worker start")), None)
@@ -156,10 +157,16 @@ class LocalFlows:
 
     # What Prefect says
 
+    @property
+    def auth(self) -> tuple[str, str]:
+        """User and password, from the file that `make flows` made."""
+        user, _, password = str(dotenv_values(self.root / ".env")["PREFECT_API_AUTH_STRING"]).partition(":")
+        return user, password
+
     def api(self, method: str, path: str, content: Any = None) -> Any:
         end = time.monotonic() + 30
         while True:
-            answer = httpx.request(method, f"{self.url}{path}", json=content, timeout=30)
+            answer = httpx.request(method, f"{self.url}{path}", json=content, timeout=30, auth=self.auth)
             if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE or time.monotonic() > end:
                 break
             time.sleep(0.5)  # its database is busy; Prefect's own client asks again, too

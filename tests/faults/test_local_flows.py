@@ -1,5 +1,6 @@
 """`make flows` and its flow runs when servers, workers and neighbours misbehave; the stages wait instead of training."""
 
+import json
 import os
 import signal
 import socket
@@ -8,9 +9,13 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from faults.local_flows import LocalFlows, Waiting, children, gone, wait_for, waiting_stages
+from faults.prefect_server import prefect_server
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
@@ -43,6 +48,47 @@ def newer(flows: LocalFlows, than: str) -> list[dict[str, object]]:
     """Flow runs that were created after this one."""
     created = flows.flow_run(than)["created"]
     return [found for found in flows.api("POST", "/flow_runs/filter", {"limit": 50}) if found["created"] > created]
+
+
+# Who may start runs
+
+ATTACK = {"job_variables": {"command": "touch taken-over"}, "state": {"type": "SCHEDULED"}}
+
+
+def test_nobody_without_the_password_gets_an_answer(flows: LocalFlows) -> None:
+    """Another local user, a page in the user's browser, and one whose name was made to lead here."""
+    deployment = flows.api("GET", "/deployments/name/minimind/lora")["id"]
+    target = f"{flows.url}/deployments/{deployment}/create_flow_run"
+    page = {"Origin": "http://evil.example"}
+    before = len(flows.api("POST", "/flow_runs/filter", {}))
+    attacks = [
+        httpx.post(target, json=ATTACK),
+        httpx.post(target, content=json.dumps(ATTACK), headers={**page, "Content-Type": "text/plain"}),
+        httpx.post(target, json=ATTACK, auth=("minimind", "guessed")),
+        httpx.post(target, json=ATTACK, headers={"Host": f"evil.example:{flows.port}"}),
+        httpx.post(target, json=ATTACK, headers={"Host": f"evil.example:{flows.port}"}, auth=flows.auth),
+        httpx.options(target, headers={**page, "Access-Control-Request-Method": "POST"}),
+    ]
+    assert [answer.status_code for answer in attacks] == [401, 401, 401, 400, 400, 400]
+    assert not any("access-control-allow-origin" in answer.headers for answer in attacks)
+    with pytest.raises(InvalidStatus), connect(f"ws://127.0.0.1:{flows.port}/api/events/in"):  # would report crashes
+        pass
+    assert len(flows.api("POST", "/flow_runs/filter", {})) == before
+    assert (flows.root / ".env").stat().st_mode & 0o777 == 0o600
+    assert flows.auth[1] not in flows.log.read_text() + (flows.root / ".runs/prefect-server.log").read_text()
+
+
+def test_a_run_cannot_bring_a_command_of_its_own(flows: LocalFlows) -> None:
+    """Not even with the password: a run's parameters may be wrong, what is run is the project's."""
+    deployment = flows.api("GET", "/deployments/name/minimind/lora")["id"]
+    for variables in (ATTACK["job_variables"], {"env": {"PYTHONPATH": "/tmp"}}, {"working_dir": "/tmp"}):
+        refused = [
+            httpx.post(
+                f"{flows.url}/deployments/{deployment}/create_flow_run", json={"job_variables": variables}, auth=flows.auth
+            ),
+            httpx.patch(f"{flows.url}/deployments/{deployment}", json={"job_variables": variables}, auth=flows.auth),
+        ]
+        assert [answer.status_code for answer in refused] == [422, 422]
 
 
 # Crashes
@@ -186,8 +232,21 @@ def test_a_server_that_serves_another_folder_is_left_alone(flows: LocalFlows, tm
     waiting_stages(tmp_path / "copy")
     other = LocalFlows(tmp_path / "copy", tmp_path / "prefect", flows.port)
     assert other.popen().wait(60) == 1
+    other.environment["PREFECT_API_AUTH_STRING"] = ":".join(flows.auth)
+    assert other.popen().wait(60) == 1
+    stranger, known = other.log.read_text().splitlines()
+    assert "asks for another password than PREFECT_API_AUTH_STRING" in stranger and "PREFECT_API_URL=" in stranger
+    assert f"serves {flows.root}" in known and "PREFECT_API_URL=" in known
+
+
+def test_a_server_that_is_open_to_everybody_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "copy").mkdir()
+    waiting_stages(tmp_path / "copy")
+    other = LocalFlows(tmp_path / "copy", tmp_path / "prefect")
+    with prefect_server(tmp_path / "open", other.port):
+        assert other.popen().wait(60) == 1
     [line] = other.log.read_text().splitlines()
-    assert f"serves {flows.root}" in line and "PREFECT_API_URL=" in line
+    assert "asks for no password" in line
 
 
 def test_another_program_on_the_port_is_one_line(tmp_path: Path) -> None:
