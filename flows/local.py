@@ -36,6 +36,7 @@ from flows.access import LOOPBACK, VARIABLE, ensure_password
 from flows.automations import ensure_automations
 from flows.gpus import set_limit
 from pipeline.errors import HeldError, PipelineError
+from pipeline.masking import masked
 from pipeline.params import load_params
 from pipeline.params.schema import Runtime
 from pipeline.supervise import follow_parent, hold
@@ -87,7 +88,7 @@ def run() -> int:
         subprocess.run([*_PREFECT, "deploy", "--all"], check=True, stdout=subprocess.DEVNULL)
         ensure_automations()
         set_limit(gpus := usable_gpus(runtime))
-        print(f"{url.removesuffix('/api')}: ready; in another terminal: prefect deployment run minimind/grpo", flush=True)
+        print(f"{masked(url.removesuffix('/api'))}: ready; in another terminal: prefect deployment run minimind/grpo", flush=True)
         print(f"Its page asks for the password: what stands behind {VARIABLE}= in .env", flush=True)
         if gpus is not None:
             print(f"GPUs that flow runs may use at once (runtime.gpus): {gpus}", flush=True)

@@ -3,13 +3,16 @@
 Programming mistakes stay ordinary Python exceptions and end with a traceback.
 """
 
+from pipeline.masking import masked
+
 
 class PipelineError(Exception):
-    """A failure with a one-line explanation; `lines` may hold several independent faults."""
+    """A failure with a one-line explanation; `lines` may hold several independent faults. Passwords in addresses are masked."""
 
     exit_code = 1
 
     def __init__(self, *lines: str) -> None:
+        lines = tuple(map(masked, lines))
         super().__init__("\n".join(lines))
         self.lines = lines
 

@@ -72,9 +72,9 @@ def test_libraries_stay_in_their_rooms(path: Path) -> None:
     libraries = {name.partition(".")[0] for name in imported(path)}
     if row < ADAPTERS:
         assert not libraries & {"mlflow", "dvc", "signal", "fcntl"}
-    if own in ("environment", "errors", "yaml_files", "params", "tools", "lineage", "flows", None):
+    if own in ("environment", "masking", "errors", "yaml_files", "params", "tools", "lineage", "flows", None):
         assert "torch" not in libraries
     if own != "flows":
         assert "prefect" not in libraries
     else:
-        assert {room(name) for name in imported(path)} <= {None, "flows", "params", "lineage", "errors", "supervise"}
+        assert {room(name) for name in imported(path)} <= {None, "flows", "params", "lineage", "masking", "errors", "supervise"}

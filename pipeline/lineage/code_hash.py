@@ -19,6 +19,7 @@ EXECUTION_ONLY = (
     "pipeline.environment",
     "pipeline.errors",
     "pipeline.lineage",
+    "pipeline.masking",
     "pipeline.pages",
     "pipeline.params",  # one schema for all stages: a key added for one would rerun all; DVC tracks the values themselves
     "pipeline.reading",

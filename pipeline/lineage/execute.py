@@ -19,6 +19,7 @@ import psutil
 
 from pipeline.errors import HeldError
 from pipeline.lineage.remote import pull_options, push_shared
+from pipeline.masking import masked
 from pipeline.supervise.ancestry import handed_down
 from pipeline.tracking.run_folder import read_json
 
@@ -137,7 +138,7 @@ class _Attempt:
             _stopped_with(process, stop, timeout_s, self._began) as expired,
         ):
             assert process.stdout is not None
-            for line in process.stdout:
+            for line in map(masked, process.stdout):
                 file.write(line)
                 self.tail.append(line.rstrip("\n"))
                 on_line(self.tail[-1])

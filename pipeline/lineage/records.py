@@ -7,6 +7,7 @@ from typing import Any
 
 from pipeline.errors import DataError
 from pipeline.lineage.declaration import declaration, read_lock
+from pipeline.masking import without_credentials
 from pipeline.params import load_params
 from pipeline.tracking.run_folder import RunFolder, read_json, run_key
 from pipeline.tracking.shapes import parse_metrics
@@ -91,9 +92,9 @@ def tracked_run(root: Path, home: Path, stage: str) -> TrackedRun | None:
 
 
 def run_page(tracking_uri: str, run_id: str) -> TrackedRun:
-    """Where MLflow shows a run."""
+    """Where MLflow shows a run; a link has no password."""
     served = is_server(tracking_uri)
-    return TrackedRun(f"{tracking_uri.rstrip('/') if served else LOCAL_UI}/#/runs/{run_id}", served)
+    return TrackedRun(f"{without_credentials(tracking_uri).rstrip('/') if served else LOCAL_UI}/#/runs/{run_id}", served)
 
 
 def _key(root: Path, stage: str, digests: Mapping[str, str]) -> str:

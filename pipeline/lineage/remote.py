@@ -13,6 +13,13 @@ from pipeline.errors import PipelineError
 
 VARIABLE = "MINIMIND_DVC_REMOTE"
 NAME = "environment"
+# The address is read by DVC's process itself: it may have a password, and other users may read a command line.
+_ADD = """
+import os, sys
+from dvc.cli import main
+variable, name = sys.argv[1:]
+sys.exit(main(["remote", "add", "--quiet", "--local", "--force", "--default", name, os.environ[variable]]))
+"""
 
 
 def pull_options(root: Path) -> list[str]:
@@ -24,7 +31,8 @@ def pull_options(root: Path) -> list[str]:
     url = os.environ.get(VARIABLE)
     if not url:
         return []
-    _dvc(root, "remote", "add", "--quiet", "--local", "--force", "--default", NAME, url)
+    _run(root, "remote add", [sys.executable, "-c", _ADD, VARIABLE, NAME])
+    (root / ".dvc" / "config.local").chmod(0o600)
     return ["--pull"]
 
 
@@ -35,11 +43,11 @@ def push_shared(root: Path, stage: str) -> None:
         PipelineError: not all of it has arrived.
     """
     if os.environ.get(VARIABLE):
-        _dvc(root, "push", "--quiet", "--run-cache", stage)
+        _run(root, "push", [sys.executable, "-m", "dvc", "push", "--quiet", "--run-cache", stage])
 
 
-def _dvc(root: Path, *arguments: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "dvc", *arguments], cwd=root, capture_output=True, text=True, check=False)
+def _run(root: Path, what: str, command: list[str]) -> None:
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     if done.returncode:
         said = (done.stderr.strip() or "no word").splitlines()
-        raise PipelineError(f"`dvc {' '.join(arguments[:2])}` failed ({VARIABLE}={os.environ.get(VARIABLE)}): {said[0]}")
+        raise PipelineError(f"`dvc {what}` failed ({VARIABLE}={os.environ.get(VARIABLE)}): {said[0]}")

@@ -15,6 +15,7 @@ from pipeline.diagnosis.findings import Severity
 from pipeline.errors import ParamsError
 from pipeline.lineage.declaration import read_again
 from pipeline.lineage.history import lock_at
+from pipeline.masking import masked, without_credentials
 from pipeline.params import Params, load_params
 from pipeline.reading.lines import Line, listed
 from pipeline.supervise import is_held
@@ -104,8 +105,9 @@ def check_scratch(home: Path) -> Line:
 
 def check_mlflow(home: Path, params: Params | None) -> Line:
     """Whether the store answers, and has all of every run that has ended."""
-    uri = tracking_uri(home)
-    if fault := _server_fault(f"{uri.rstrip('/')}/health") if is_server(uri) else _store_fault(uri):
+    store = tracking_uri(home)
+    uri = masked(store)
+    if fault := _server_fault(store) if is_server(store) else _store_fault(store):
         advice = "training goes on without it; `python -m pipeline replay --all` sends what it missed once it is back"
         return Line("mlflow", Severity.WARN, f"{uri}: {fault}; {advice}")
     named = os.environ.get("MLFLOW_TRACKING_URI")
@@ -138,7 +140,7 @@ def check_prefect(root: Path) -> Line:
             named = None if (own := tomllib.load(file).get("api", {}).get("url")) is None else str(own)
             if named is None:
                 return Line("prefect", Severity.OK, "no server is configured")
-    fault = _server_fault(f"{named.rstrip('/')}/health")
+    fault, named = _server_fault(named), masked(named)
     if fault is None:
         return Line("prefect", Severity.OK, f"{named} answers")
     if "PREFECT_API_URL" in os.environ:
@@ -147,8 +149,9 @@ def check_prefect(root: Path) -> Line:
 
 
 def _server_fault(url: str) -> str | None:
+    """What keeps a server from saying that it is well, which it tells without a password."""
     try:
-        with urlopen(url, timeout=ANSWER_S):
+        with urlopen(f"{without_credentials(url).rstrip('/')}/health", timeout=ANSWER_S):
             return None
     except HTTPError as error:
         return f"answers {error.code}"

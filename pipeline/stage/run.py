@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pipeline.diagnosis.guard import Guard
 from pipeline.errors import GuardError
+from pipeline.masking import masked
 from pipeline.params.schema import Runtime
 from pipeline.supervise import Stopped, StopSignals
 from pipeline.tracking.console import ProgressBar
@@ -210,7 +211,7 @@ def describe(
 ) -> None:
     before = read_json(run.folder.about)
     why = before.get("why") or why  # what resumes has the reason of its first start
-    uri = tracking_uri(run.home)
+    uri = masked(tracking_uri(run.home))  # the feeder has the password from the environment
     about = {
         "stage": run.stage,
         "name": run_name(run.stage, params),

@@ -9,6 +9,7 @@ from contextlib import contextmanager, redirect_stderr, suppress
 from typing import Any, TextIO, cast
 
 from pipeline.errors import DiskSpaceError, OutOfMemoryError, PipelineError
+from pipeline.masking import masked
 from pipeline.supervise.signals import Stopped
 
 
@@ -30,7 +31,7 @@ def explain(error: BaseException, memory_hint: str = "use a smaller batch") -> t
     if _is_out_of_memory(error):
         said = (str(error).splitlines() or ["host memory"])[0]
         return OutOfMemoryError.exit_code, [f"out of memory ({said[:200]}): {memory_hint}"]
-    return 1, "".join(traceback.format_exception(error)).splitlines()
+    return 1, masked("".join(traceback.format_exception(error))).splitlines()
 
 
 def _full_disk(error: BaseException | None) -> OSError | None:

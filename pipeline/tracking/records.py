@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ParamsError
+from pipeline.masking import masked
 from pipeline.supervise import is_held
 from pipeline.tracking.run_folder import RunFolder, read_json
 from pipeline.tracking.shapes import read_samples, read_steps
@@ -67,8 +68,8 @@ class Record:
 
     @property
     def tracking_uri(self) -> str:
-        """The store that it is fed to; empty where run.json does not say."""
-        return str(self.about.get("tracking_uri", ""))
+        """The store that it is fed to, without a password; empty where run.json does not say."""
+        return masked(str(self.about.get("tracking_uri", "")))
 
     @property
     def why(self) -> list[str]:
@@ -169,7 +170,8 @@ def find_runs(home: Path, names: Sequence[str]) -> list[RunFolder]:
 def is_complete(folder: RunFolder, uri: str | None = None) -> bool:
     """Whether feeder.json says that the store (at `uri`, or the run's own) has all that the last attempt left."""
     about, noted = read_json(folder.about), read_json(folder.feeder_note)
-    return noted.get("complete") == about.get("attempt") and noted.get("tracking_uri") == (uri or about.get("tracking_uri"))
+    asked, sent = uri or about.get("tracking_uri"), noted.get("tracking_uri")
+    return noted.get("complete") == about.get("attempt") and masked(str(sent)) == masked(str(asked))
 
 
 def _find(home: Path, name: str, folders: Sequence[RunFolder]) -> RunFolder:

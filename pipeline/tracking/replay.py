@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pipeline.errors import HeldError, PipelineError
+from pipeline.masking import masked
 from pipeline.supervise import hold, is_held
 from pipeline.tracking.records import all_runs, is_complete
 from pipeline.tracking.run_folder import RunFolder
@@ -44,7 +45,7 @@ def _send(folder: RunFolder, uri: str | None) -> str:
             raise PipelineError(
                 f"{name}: {sender.uri}: failed after {sender.points} points: {said}; mend it and replay again"
             ) from error
-    return f"{name}: sent {sender.points} points and {sender.rows} samples; {status}, complete in {sender.uri}"
+    return f"{name}: sent {sender.points} points and {sender.rows} samples; {status}, complete in {masked(sender.uri)}"
 
     pass
 

@@ -23,6 +23,7 @@ from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import SQLAlchemyError
 
 from pipeline.errors import PipelineError
+from pipeline.masking import masked
 from pipeline.tracking.additions import begin, end
 from pipeline.tracking.description import flatten
 from pipeline.tracking.fed_run import FedRun
@@ -31,7 +32,7 @@ from pipeline.tracking.recorder import now_s
 from pipeline.tracking.run_folder import RunFolder, read_json, write_json
 from pipeline.tracking.saves import committed_sizes
 from pipeline.tracking.shapes import read_samples, read_steps
-from pipeline.tracking.store import open_store
+from pipeline.tracking.store import open_store, with_password
 from pipeline.tracking.tables import as_table, cut
 
 TRACKER_FAULTS = (MlflowException, SQLAlchemyError, SqliteError, ParseError, ValueError, OSError)
@@ -93,8 +94,12 @@ class Sender:
 
     @property
     def uri(self) -> str:
-        """Of the store that receives."""
-        return self._uri or str(self._about["tracking_uri"])
+        """Of the store that receives, with its password.
+
+        Raises:
+            PipelineError: the environment does not have that.
+        """
+        return self._uri or with_password(str(self._about["tracking_uri"]))
 
     def send(self, *, final: bool) -> None:
         """Sends what is missing: with a living trainer what a save has made final, after an orderly end everything.
@@ -149,7 +154,7 @@ class Sender:
     def _check(self, run: Run | None, status: str) -> None:
         arrived, self._arrived = self._arrived, None
         if not run or not arrived or run.info.status != status or _last_steps(run) != arrived.steps:
-            raise MlflowException(f"{self.uri} lacks what it has confirmed")
+            raise MlflowException(f"{masked(self.uri)} lacks what it has confirmed")
 
     def _follow_attempt(self) -> None:
         """Starts again at the top of the files when the trainer was restarted: it has cut them."""
@@ -269,14 +274,14 @@ class Sender:
     def _write_note(self, run_id: str, complete: int | None) -> None:
         """feeder.json, for people and for `replay --all`; on a full disk what it says stays behind, no more."""
         try:
-            write_json(self._folder.feeder_note, {"run_id": run_id, "tracking_uri": self.uri, "complete": complete})
+            write_json(self._folder.feeder_note, {"run_id": run_id, "tracking_uri": masked(self.uri), "complete": complete})
         except OSError as error:
             note(f"{self._folder.feeder_note}: not written: {error}")
 
 
 def note(line: str) -> None:
-    """Prints a line with the time in front on stderr."""
-    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}", file=sys.stderr, flush=True)
+    """Prints a line with the time in front on stderr, without passwords."""
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {masked(line)}", file=sys.stderr, flush=True)
 
 
 def _last_steps(run: Run) -> dict[str, int]:

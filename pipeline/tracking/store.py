@@ -6,6 +6,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.errors import PipelineError
+from pipeline.masking import MASK, masked
 from pipeline.supervise import hold
 
 if TYPE_CHECKING:
@@ -18,6 +20,20 @@ SQLITE = "sqlite:///"
 def tracking_uri(root: Path) -> str:
     """`MLFLOW_TRACKING_URI`, or else the SQLite file in the repository root, as an absolute path."""
     return os.environ.get("MLFLOW_TRACKING_URI") or own_store(root)
+
+
+def with_password(recorded: str) -> str:
+    """The address of a store as it is asked, of the one that a run has recorded: passwords are never written.
+
+    Raises:
+        PipelineError: it has a password, and `MLFLOW_TRACKING_URI` does not name this store.
+    """
+    named = os.environ.get("MLFLOW_TRACKING_URI", "")
+    if masked(named) == recorded:
+        return named
+    if MASK in recorded:
+        raise PipelineError(f"{recorded}: has a password, which no record keeps; set MLFLOW_TRACKING_URI to this store")
+    return recorded
 
 
 def own_store(root: Path) -> str:

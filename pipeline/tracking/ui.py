@@ -5,6 +5,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+from pipeline.masking import masked
 from pipeline.tracking.store import artifact_root, is_server, open_store, tracking_uri
 from pipeline.tracking.views import page
 
@@ -14,12 +15,12 @@ def main(options: list[str]) -> None:
     root = Path.cwd()
     uri = tracking_uri(root)
     if is_server(uri):
-        print(f"tracking server: {uri}")
+        print(f"tracking server: {masked(uri)}")
         return
     _, experiment_id = open_store(uri, root)
     print(f"the runs: http://127.0.0.1:{_port(options)}/{page(experiment_id)}", flush=True)
-    store = ["--backend-store-uri", uri, "--default-artifact-root", artifact_root(root)]
-    os.execv(sys.executable, [sys.executable, "-m", "mlflow", "ui", *store, *options])
+    os.environ["MLFLOW_BACKEND_STORE_URI"] = uri  # other users may read a command line
+    os.execv(sys.executable, [sys.executable, "-m", "mlflow", "ui", "--default-artifact-root", artifact_root(root), *options])
 
 
 def _port(options: list[str]) -> str:
