@@ -7,7 +7,8 @@ Run     dvc repro --single-item pretrain
 
 from pathlib import Path
 
-from pipeline.checkpoint.files import load_foreign, model_meta, save_model
+from pipeline.checkpoint.files import model_meta, save_model
+from pipeline.checkpoint.foreign import load_foreign
 from pipeline.curves import write_curve, write_metrics
 from pipeline.data.batches import SupervisedBatches
 from pipeline.lineage.declaration import declaration

@@ -9,16 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
-from pipeline.checkpoint.files import load_foreign, load_model, load_state, model_meta, save_model, write_atomically
+from pipeline.checkpoint.files import load_model, load_state, model_meta, save_model, write_atomically
+from pipeline.checkpoint.foreign import load_foreign
 from pipeline.checkpoint.lora import load_lora_model, lora_meta
 from pipeline.checkpoint.reward import load_reward_model
 from pipeline.errors import DataError
 from pipeline.model.config import ModelConfig
 from pipeline.model.heads import RewardModel
+from pipeline.model.interop import qwen3_config, stack_experts
 from pipeline.model.lora import add_lora, lora_state_dict
 from pipeline.model.transformer import CausalLM
+from pipeline.params.schema import RopeScaling
 
 CONFIG = ModelConfig(
     vocab_size=37,
@@ -300,3 +304,83 @@ def test_a_foreign_file_of_another_size_is_one_line(tmp_path):
         load_foreign(tmp_path / "foreign.pth", replace(CONFIG, vocab_size=50))
     message = one_line(error)
     assert "model.embed_tokens.weight (file [37, 16], model [50, 16])" in message and "section `model` of params.yaml" in message
+
+
+YARN = RopeScaling(factor=4.0, original_max_position_embeddings=32, beta_fast=8.0, beta_slow=0.1, attention_factor=1.1)
+FORMS = ["folder", "file", "transformers 4"]
+
+
+def stock_folder(folder: Path, config: ModelConfig) -> CausalLM:
+    """A folder that transformers wrote, and the model that it holds."""
+    model = CausalLM(config, seed=5)
+    kind, family = (
+        (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM)
+        if config.use_moe
+        else (transformers.Qwen3Config, transformers.Qwen3ForCausalLM)
+    )
+    stock = family(kind(**qwen3_config(config)))
+    stock.load_state_dict(stack_experts(model.state_dict()), strict=True)
+    stock.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("changes", [{}, {"use_moe": True}, {"rope_scaling": YARN, "max_position_embeddings": 64}])
+def test_what_transformers_wrote_is_taken_over(tmp_path, form, changes):
+    config = replace(CONFIG, **changes)
+    model = stock_folder(tmp_path / "stock", config)
+    if form == "transformers 4":
+        described = json.loads((tmp_path / "stock/config.json").read_bytes())
+        rope = described.pop("rope_parameters")
+        described["rope_theta"] = rope.pop("rope_theta")
+        described["rope_scaling"] = rope if config.rope_scaling else None
+        (tmp_path / "stock/config.json").write_text(json.dumps(described), encoding="utf-8")
+    path = tmp_path / "stock" / ("" if form == "folder" else "model.safetensors")
+    loaded = load_foreign(path, config)
+    assert torch.equal(logits(loaded), logits(model))
+
+
+@pytest.mark.parametrize(
+    ("here", "named"),
+    [
+        ({"rope_theta": 1e6}, "rope_theta 10000.0 (here 1000000.0)"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-06 (here 1e-05)"),
+        # 16 = 4 heads of 4 = 2 of 8: no tensor but the norms of a head has another shape
+        ({"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}, "num_attention_heads 4 (here 2)"),
+        ({"rope_scaling": YARN, "max_position_embeddings": 64}, "rope_type default (here yarn)"),
+    ],
+)
+def test_a_description_that_contradicts_is_named(tmp_path, here, named):
+    stock_folder(tmp_path, CONFIG)
+    with pytest.raises(DataError) as error:
+        load_foreign(tmp_path / "model.safetensors", replace(CONFIG, **here))
+    assert one_line(error).startswith(f"{tmp_path / 'config.json'}: describes another model") and named in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("hidden_act", "gelu"), ("attention_bias", True), ("use_sliding_window", True), ("norm_topk_prob", True)]
+)
+def test_what_this_model_cannot_be_is_named(tmp_path, key, value):
+    config = replace(CONFIG, use_moe=True)
+    stock_folder(tmp_path, config)
+    described = json.loads((tmp_path / "config.json").read_bytes()) | {key: value}
+    (tmp_path / "config.json").write_text(json.dumps(described), encoding="utf-8")
+    with pytest.raises(DataError, match=f"{key} {value}"):
+        load_foreign(tmp_path, config)
+
+
+@pytest.mark.parametrize("damage", ["cut", "text", "no description", "no json", "list"])
+def test_a_damaged_folder_is_one_line(tmp_path, damage):
+    stock_folder(tmp_path, CONFIG)
+    weights, description = tmp_path / "model.safetensors", tmp_path / "config.json"
+    if damage == "cut":
+        weights.write_bytes(weights.read_bytes()[:500])
+    elif damage == "text":
+        weights.write_text("weights, honestly", encoding="utf-8")
+    elif damage == "no description":
+        description.unlink()
+    else:
+        description.write_text("{" if damage == "no json" else "[]", encoding="utf-8")
+    with pytest.raises(DataError) as error:
+        load_foreign(tmp_path, CONFIG)
+    assert one_line(error).startswith(str(weights if damage in ("cut", "text") else description))

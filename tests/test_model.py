@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from pipeline.checkpoint.files import load_foreign
+from pipeline.checkpoint.foreign import load_foreign
 from pipeline.errors import ParamsError
 from pipeline.model import transformer
 from pipeline.model.config import ModelConfig, num_parameters

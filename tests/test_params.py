@@ -250,8 +250,8 @@ def test_values_are_frozen_and_read_as_yaml_1_2() -> None:
 
 KINDS = {
     "tokenizer.init_from": "folder",
-    "pretrain.init_from": "file",
-    "full_sft.init_from": "file",
+    "pretrain.init_from": "file or folder",
+    "full_sft.init_from": "file or folder",
     "reward.external": "folder",
     "tools.extra": "file",
 }
@@ -275,12 +275,28 @@ def test_foreign_weights_must_lie_below_external(tmp_path: Path, key: str, kind:
     )
     section, name = key.split(".")
     assert getattr(getattr(load_params(written(tmp_path, key, good)), section), name) == good
-    for bad in ("absent", other_kind):
+    for bad in ("absent", other_kind) if kind in ("file", "folder") else ("absent",):
         with pytest.raises(ParamsError, match=f"{key}='{bad}': no such {kind}: external/{bad}"):
             load_params(written(tmp_path, key, bad))
     for bad in (outside, str(tmp_path / good), "None", "", "."):
         with pytest.raises(ParamsError, match=f"{key}=.*: must be null or a path relative to external/"):
             load_params(written(tmp_path, key, bad))
+
+
+@pytest.mark.parametrize("key", ["pretrain.init_from", "full_sft.init_from"])
+@pytest.mark.parametrize("named", ["stock", "stock/model.safetensors"])
+def test_weights_of_transformers_need_their_description(tmp_path: Path, key: str, named: str) -> None:
+    folder = tmp_path / "external/stock"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(ParamsError, match=f"{key}='{named}': without config.json; a folder needs model.safetensors"):
+        load_params(written(tmp_path, key, named))
+    (folder / "config.json").write_bytes(b"{}")
+    load_params(written(tmp_path, key, named))
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    missing = "no such file" if "/" in named else "without model.safetensors"
+    with pytest.raises(ParamsError, match=missing):
+        load_params(written(tmp_path, key, named))
 
 
 SOURCES = [f"data.sets.{name}.source" for name in TREE["data"]["sets"]]

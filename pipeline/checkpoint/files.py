@@ -72,27 +72,6 @@ def load_model(path: Path, *, tokenizer_digest: str | None = None) -> CausalLM:
     return model.eval()
 
 
-def load_foreign(path: Path, config: ModelConfig) -> CausalLM:
-    """A language model from a bare `.pth` that was trained elsewhere, MiniMind's released files included.
-
-    Half-precision tensors are widened; a missing copy of the tied embedding is filled in.
-
-    Args:
-        path: a flat state dict.
-        config: what the file is believed to hold: section `model` of params.yaml and the tokenizer's vocabulary size.
-
-    Raises:
-        DataError: the file is damaged, or its tensors contradict `config`.
-    """
-    state = load_state(path)
-    for name, twin in ((HEAD, EMBEDDING), (EMBEDDING, HEAD)):
-        if name not in state and twin in state:
-            state[name] = state[twin]
-    model = CausalLM(config)
-    load_strictly(model, state, path, "; section `model` of params.yaml and the tokenizer must be those of the file")
-    return model.eval()
-
-
 def load_state(path: Path) -> dict[str, Tensor]:
     """The flat state dict of floating-point weights in a `.pth` file, on the CPU; nothing but tensors is unpickled.
 
@@ -110,9 +89,14 @@ def load_state(path: Path) -> dict[str, Tensor]:
     if not isinstance(state, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items()):
         held = ", ".join(map(str, list(state)[:MAX_NAMES])) if isinstance(state, dict) else type(state).__name__
         raise DataError(f"{path}: must be a flat state dict, name to tensor; it holds {held}")
+    check_weights(path, state)
+    return state
+
+
+def check_weights(path: Path, state: Mapping[str, Tensor]) -> None:
+    """Raises a DataError with the names of what `path` holds and no model can have as a weight."""
     if odd := [name for name, tensor in state.items() if not _holds_weights(tensor)]:
         raise DataError(f"{path}: must hold dense floating-point tensors with finite values; not so: {_shortened(odd)}")
-    return state
 
 
 def _holds_weights(tensor: Tensor) -> bool:

@@ -80,11 +80,18 @@ def absent_sources(copy: Path) -> list[tuple[str, str]]:
 
 def _ignored_sources(root: Path, repo: "Repo") -> list[str]:
     """Files of `root` that git ignores and DVC does not, and that stages of `repo`, which may be a copy of it, read."""
-    sources = sorted({path for _, path in _sources(repo) if not path.startswith("..")})
+    sources = sorted({each for _, path in _sources(repo) if not path.startswith("..") for each in _with_description(path)})
     command = ("git", "ls-files", "--others", "--ignored", "--exclude-standard", "-z", "--")
     listed = [path for path in output_of(root, *command, *sources).split("\0") if path] if sources else []
     found = [os.path.relpath(file, root) for path in listed for file in _files(root / path)]
     return [path for path in found if not repo.dvcignore.is_ignored(repo.fs, os.path.join(repo.root_dir, path))]
+
+
+def _with_description(path: str) -> Iterator[str]:
+    """A source, and what a stage looks at beside it without being decided by it: the config.json of weights."""
+    yield path
+    if path.endswith(".safetensors"):
+        yield os.path.join(os.path.dirname(path), "config.json")
 
 
 def _files(path: Path) -> Iterator[Path]:

@@ -12,6 +12,8 @@ from pipeline.errors import ParamsError
 from pipeline.params.schema import Params
 from pipeline.yaml_files import read_yaml
 
+WEIGHTS = "file or folder"  # what may hold weights
+
 
 def load_params(path: Path | str = "params.yaml") -> Params:
     """The validated parameters of `path`.
@@ -49,8 +51,8 @@ def check_files(params: Params, root: Path) -> None:
     """
     named = {
         "tokenizer.init_from": (params.tokenizer.init_from, "folder"),
-        "pretrain.init_from": (params.pretrain.init_from, "file"),
-        "full_sft.init_from": (params.full_sft.init_from, "file"),
+        "pretrain.init_from": (params.pretrain.init_from, WEIGHTS),
+        "full_sft.init_from": (params.full_sft.init_from, WEIGHTS),
         "reward.external": (params.reward.external, "folder"),
         "tools.extra": (params.tools.extra, "file"),
     }
@@ -73,12 +75,26 @@ def _foreign_faults(given: str, kind: str, root: Path, key: str) -> Iterator[str
         yield f"{key}={_shown(given)}: must be null or a path relative to external/, without `..`"
         return
     try:
-        there = target.is_file() if kind == "file" else target.is_dir()
+        there = kind != "folder" and target.is_file() or kind != "file" and target.is_dir()
+        lacking = _lacking(target) if there and kind == WEIGHTS else []
     except OSError as error:
         yield f"{key}={_shown(given)}: {error.strerror}"
         return
     if not there:
         yield f"{key}={_shown(given)}: no such {kind}: external/{given}; put it there, or write null"
+    elif lacking:
+        yield (
+            f"{key}={_shown(given)}: without {' and '.join(lacking)}; a folder needs model.safetensors, all weights in one file, "
+            "and config.json; a single .safetensors file needs the config.json beside it"
+        )
+
+
+def _lacking(weights: Path) -> list[str]:
+    """What is missing where weights are a folder as transformers writes it, or a file of one."""
+    if weights.is_dir():
+        return [name for name in ("model.safetensors", "config.json") if not (weights / name).is_file()]
+    beside = weights.with_name("config.json")
+    return [] if weights.suffix != ".safetensors" or beside.is_file() else [beside.name]
 
 
 def _lines(faults: Sequence[Any]) -> Iterator[str]:

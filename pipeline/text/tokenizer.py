@@ -28,6 +28,7 @@ CONTROL_TOKENS: tuple[tuple[str, bool], ...] = tuple([(t, True) for t in _SPECIA
 """(text, special) in id order. Decoding leaves special ones out; the others stay visible."""
 
 TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = Path(__file__).with_name("chat_template.jinja")
 
 _NEWLINE_SPLIT = {"type": "Split", "pattern": {"String": "\n"}, "behavior": "Isolated", "invert": False}
@@ -151,7 +152,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 def _write_files(folder: Path, serialized: bytes) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / TOKENIZER_FILE).write_bytes(serialized)
-    (folder / "tokenizer_config.json").write_bytes(_to_json(_HUGGING_FACE_CONFIG))
+    (folder / CONFIG_FILE).write_bytes(_to_json(_HUGGING_FACE_CONFIG))
     (folder / TEMPLATE_FILE.name).write_bytes(TEMPLATE_FILE.read_bytes())
 
 
