@@ -7,12 +7,14 @@ import itertools
 import json
 import math
 import os
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, cast
 
-from prefect import flow, task
+from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.futures import PrefectFuture
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
@@ -26,7 +28,9 @@ from flows.report import artifact_key, cell, leave, link, number, ui_hint
 from pipeline.errors import ParamsError
 from pipeline.lineage.experiment import Experiment, describe_all
 from pipeline.lineage.headlines import EVAL_HEADLINES, HEADLINES, Goal
+from pipeline.lineage.overrides import shown
 from pipeline.lineage.plan import read_plan
+from pipeline.reading.noise import outside
 
 ROOT = Path(__file__).resolve().parents[1]
 POLL_S = 0.2
@@ -166,9 +170,33 @@ def _publish(stage: str, ended: Sequence[Member], metric: str, goal: Goal) -> No
         state, run = ("finished", link(member.finished.run)) if member.finished else (cell(member.error), "")
         cells = f"`{cell(str(member.experiment))}` | {number(value_of(member))} | {state} | {run} | {member.experiment.name}"
         lines.append(f"| {cells} |")
-    best = f"No member has `{metric}`."
-    if ranked and (value := value_of(ranked[0])) is not None:
-        name = ranked[0].experiment.name
-        best = f"Best: **{name}** with `{metric}` {number(value)}. `dvc exp apply {name}` takes it into the workspace."
+    best = conclusion([(member.experiment, value) for member in ranked if (value := value_of(member)) is not None], metric, goal)
+    get_run_logger().info(best)
     hint = ui_hint(member.finished.run for member in ended if member.finished)
     leave("\n\n".join(filter(None, [best, "\n".join(lines), hint])), artifact_key(f"sweep-{stage}"))
+
+
+def conclusion(found: Sequence[tuple[Experiment, float]], metric: str, goal: Goal) -> str:
+    """Which combination is best, against the next one, and whether seeds may have made the difference.
+
+    Args:
+        found: experiments and their values, the best first; those that differ in `*.seed` alone count as one combination.
+        metric: the values' name.
+        goal: which way is better.
+    """
+    if not found:
+        return f"No member has `{metric}`."
+    groups: defaultdict[str, list[tuple[Experiment, float]]] = defaultdict(list)
+    for experiment, value in found:
+        settings = {key: text for key, text in experiment.overrides.items() if not key.endswith(".seed")}
+        groups[" ".join(f"{key}={shown(text)}" for key, text in settings.items())].append((experiment, value))
+    means = {settings: fmean(value for _, value in group) for settings, group in groups.items()}
+    first, *others = sorted(means, key=lambda settings: means[settings], reverse=goal == "max")
+    name, seeds = groups[first][0][0].name, len(groups[first])
+    said = f"Best: **{name}** with `{metric}` {number(groups[first][0][1])}"
+    said += f" (mean of {seeds} seeds: {number(means[first])})" if seeds > 1 else ""
+    if others:
+        left, right = ([value for _, value in groups[settings]] for settings in (first, others[0]))
+        sure = {True: "more than seeds differ", False: "other seeds differ as much", None: "one seed cannot tell more"}
+        said += f" against {number(means[others[0]])} of the next, `{others[0] or 'as it is'}`; {sure[outside(left, right)]}"
+    return f"{said}. `dvc exp apply {name}` takes it into the workspace."

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.digests import digest
+from pipeline.lineage.declaration import read_lock
 from pipeline.params import load_params
 from pipeline.stage import stage_run
 from pipeline.tracking.replay import send_missing
@@ -47,7 +48,9 @@ def make_workspace(root: Path) -> None:
         (root / path).write_text(text)
 
 
-def train(root: Path, stage: str = "agent", *, lr: float = 1e-4, fails: bool = False, recorded: bool = True) -> RunFolder:
+def train(
+    root: Path, stage: str = "agent", *, lr: float = 1e-4, weights: str | None = None, fails: bool = False, recorded: bool = True
+) -> RunFolder:
     """A run of a stage as its script and DVC would leave it; nothing is sent.
 
     The agent's 47 steps sample three rows each; `eval` finds that its success is `lr`.
@@ -66,12 +69,17 @@ def train(root: Path, stage: str = "agent", *, lr: float = 1e-4, fails: bool = F
                 run.log_samples(step, [{**row, "completion": "no tool"}, row, {**row, "reward": 0.0}])
         if fails:
             raise RuntimeError("told to fail")
-    if stage == "agent":
-        (root / "checkpoints/agent.pth").write_text(f"weights of {lr}")
+        if stage == "agent":
+            (root / "checkpoints/agent.pth").write_text(f"weights of {lr}" if weights is None else weights)
     if recorded:
         _record(root, stage, params, inputs)
     folder: RunFolder = run.folder
     return folder
+
+
+def record_again(root: Path) -> None:
+    """DVC takes over what the agent's last run made."""
+    _record(root, "agent", read_lock(root / "dvc.lock")["agent"].params, ["data/prepared/agent"])
 
 
 def _record(root: Path, stage: str, params: dict[str, Any], inputs: list[str]) -> None:

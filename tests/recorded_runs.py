@@ -22,6 +22,7 @@ def write_run(
     metrics: Sequence[tuple[int, Mapping[str, float | None]]] = ((1, {"reward/mean": 0.5}),),
     samples: Sequence[Mapping[str, Any]] = (),
     inputs: Mapping[str, str] | None = None,
+    outputs: Mapping[str, str] | None = None,
     code: int | None = 0,
     experiment: str = "",
 ) -> Path:
@@ -49,7 +50,8 @@ def write_run(
     (folder / "samples.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in samples))
     (folder / "feeder.json").write_text(json.dumps({"run_id": f"mlflow{number}"}))
     if code is not None:
-        (folder / "exit.json").write_text(json.dumps({"code": code, "reason": "", "time_s": 1000.0 * number + 60}))
+        end = {"code": code, "reason": "", "time_s": 1000.0 * number + 60, "outputs": dict(outputs or {})}
+        (folder / "exit.json").write_text(json.dumps(end))
     return folder
 
 
@@ -106,4 +108,4 @@ def origin(run_folder: str, file: str = "kept.pth") -> Origin:
     made = Step("model", params, reads, {"model.pth": "m" * 32}, run)
     commits = [{"commit": "1" * 40, "time": "2026-01-02T03:04:05"}]
     evaluation = {"score": 0.5, "score_low": 0.4, "score_high": 0.6, "score_n": 9.0}
-    return Origin(file, "m" * 32, "model.pth", False, commits, [*chain, made], {"raw": "r" * 32}, evaluation)
+    return Origin(file, "m" * 32, "model.pth", {}, False, commits, [*chain, made], {"raw": "r" * 32}, evaluation)

@@ -13,14 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fed_runs import CALL, COMPLETION, PROMPT, Seen, feed, make_workspace, train
+from fed_runs import CALL, COMPLETION, PROMPT, Seen, feed, make_workspace, record_again, train
+from mlflow import MlflowClient
 
 from pipeline.digests import digest
 from pipeline.lineage.causes import FIRST
+from pipeline.lineage.records import recorded_runs
 from pipeline.supervise.ancestry import VARIABLE, Ancestor
 from pipeline.tracking.episodes import MAX_EPISODES, read_episode
 from pipeline.tracking.rebuild import FLOW_RUN, Rebuild
-from pipeline.tracking.records import Record
+from pipeline.tracking.records import Record, is_complete
+from pipeline.tracking.replay import send_missing
 
 ROOT = Path(__file__).parents[1]
 
@@ -119,7 +122,6 @@ def test_a_rebuild_is_a_run_above_its_stages_and_ends_with_eval(workspace: Path,
 def test_stages_that_are_passed_over_link_to_the_run_that_made_them(
     workspace: Path, rebuild: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.lineage.records.declaration", lambda stage, params, dvc_file: _Declared(stage))
     agent = train(workspace)
     feed(agent)
     other = Rebuild("later", "here", 1, time.time())
@@ -134,11 +136,6 @@ def test_stages_that_are_passed_over_link_to_the_run_that_made_them(
     table = parent.data.tags["mlflow.note.content"].splitlines()
     assert table[2] == "| data | ran |  | |  |"
     assert table[3].startswith("| agent | as it was | 0.0 |") and seen.run(agent).info.run_id in table[3]
-
-
-class _Declared:
-    def __init__(self, stage: str) -> None:
-        self.params, self.deps = {stage: {"lr": 1e-4, "seed": 7, "loss": "cispo"}}, ["data/prepared/agent"]
 
 
 @pytest.mark.parametrize(("fails", "status"), [(False, "FINISHED"), (True, "FAILED")])
@@ -225,6 +222,34 @@ def test_equal_bytes_share_a_version(workspace: Path) -> None:
     feed(train(workspace), train(workspace))
     seen = Seen(workspace.name)
     assert len(seen.models()) == 2 and len(seen.versions()) == 1
+
+
+def test_a_forced_rerun_that_gives_other_bytes_is_a_version_of_its_own(workspace: Path) -> None:
+    first = train(workspace)
+    feed(first)
+    before = digest(workspace / "checkpoints/agent.pth")
+    again = train(workspace, weights="of another dtype", recorded=False)
+    feed(again)  # dvc.lock still has what the first one made
+    seen = Seen(workspace.name)
+    assert [version.tags["checkpoint.md5"] for version in seen.versions()] == [before]
+    record_again(workspace)
+    feed(again)
+    after = digest(workspace / "checkpoints/agent.pth")
+    runs = {version.tags["checkpoint.md5"]: version.run_id for version in seen.versions()}
+    assert runs == {before: seen.run(first).info.run_id, after: seen.run(again).info.run_id} and before != after
+    assert recorded_runs(workspace, workspace, "agent") == [again]
+    (workspace / "dvc.lock").unlink()  # what DVC once had stays registered
+    feed(first)
+    assert len(seen.versions()) == 2
+
+
+def test_links_lead_to_the_store_that_has_the_run(workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, own, other = train(workspace), os.environ["MLFLOW_TRACKING_URI"], f"sqlite:///{tmp_path}/other.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", own)  # put back: MLflow sets it
+    list(send_missing([folder], other))
+    record = Record(folder)
+    assert record.tracking_uri == other and is_complete(folder) and not is_complete(folder, own)
+    assert MlflowClient(other).get_run(record.mlflow_id).data.tags["run.uid"] == record.about["uid"]
 
 
 def _best(seen: Seen) -> str:

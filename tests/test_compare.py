@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -275,18 +276,73 @@ def lineage(tmp_path: Path) -> Path:
             git(tmp_path, "update-ref", f"refs/exps/{'a' * 2}/{'b' * 38}/{name}", "HEAD")
             git(tmp_path, "reset", "-q", "--hard", "HEAD^")
         rows = [(1, {"reward/mean": score})]
-        write_run(tmp_path, number, params={"lr": lr}, inputs={"base.pth": md5(base_lr)}, metrics=rows, experiment=name)
+        made = {"inputs": {"base.pth": md5(base_lr)}, "outputs": {"grpo.pth": md5(lr, base_lr)}}
+        write_run(tmp_path, number, params={"lr": lr}, metrics=rows, experiment=name, **made)
     return tmp_path
 
 
 def test_experiments_are_found_by_name(lineage: Path) -> None:
-    newest, faster = find_sides(lineage, lineage, ["grpo", "faster"])  # the newest run is that of `based`
-    assert [side.place for side in (newest, faster)] == [".runs/grpo/key2/1", ".runs/grpo/key1/1"]
-    assert newest.upstream == {"base.lr": 2.0}
+    own, faster = find_sides(lineage, lineage, ["grpo", "faster"])  # the newest run is that of `based`
+    assert [side.place for side in (own, faster)] == [".runs/grpo/key0/1", ".runs/grpo/key1/1"]
+    assert own.upstream == {"base.lr": 1.0}
     plain, faster = find_sides(lineage, lineage, [".runs/grpo/key0/1", "faster"])
     assert plain.upstream == faster.upstream == {"base.lr": 1.0}
     assert (plain.params["grpo.lr"], faster.params["grpo.lr"], faster.stage) == (0.1, 0.2, "grpo")
     assert (plain.evaluation["reward_mean"], faster.evaluation["reward_mean"]) == (0.5, 0.9)
+
+
+def test_a_stage_is_what_the_workspace_has(lineage: Path) -> None:
+    (side,) = find_sides(lineage, lineage, ["grpo"])
+    assert side.place == ".runs/grpo/key0/1" and side.evaluation["reward_mean"] == 0.5 and not side.notes
+    shutil.rmtree(lineage / ".runs/grpo/key0")
+    (side,) = find_sides(lineage, lineage, ["grpo"])
+    assert (side.place, side.record, side.params["grpo.lr"]) == ("dvc.lock", None, 0.1)
+    write_run(lineage, 9, stage="ppo")
+    (side,) = find_sides(lineage, lineage, ["ppo"])
+    assert side.place == ".runs/ppo/key9/1" and side.notes == ["ppo: not in the workspace's dvc.lock; this is its newest run"]
+
+
+def test_equal_sides_are_said_in_one_line(lineage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(lineage)
+    text = CliRunner().invoke(app, ["compare", "grpo", ".runs/grpo/key0/1"]).stdout
+    assert "A and B are the same run of grpo, .runs/grpo/key0/1." in text and "configuration" not in text
+    made = {"params": {"lr": 0.1}, "inputs": {"base.pth": md5(1.0)}, "outputs": {"grpo.pth": md5(0.1, 1.0)}}
+    write_run(lineage, 9, **made)
+    text = CliRunner().invoke(app, ["compare", ".runs/grpo/key0/1", "grpo", "faster"]).stdout
+    assert "A and B made the same bytes: .runs/grpo/key0/1 and .runs/grpo/key9/1 of grpo." in text and "configuration" in text
+
+
+def test_it_ends_with_what_is_better_or_why_that_cannot_be_said(lineage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(lineage)
+    (said,) = compare(lineage, lineage, ["grpo", "faster"]).conclusions
+    assert said == (
+        "B has the better reward/mean, B has 0.9 against 0.5, but one seed cannot tell: no repeated seeds, run "
+        "`dvc exp run -S grpo.seed=43`. On the held-out panel B is better in reward_mean: B has 0.900 [0.800, 1.000] against "
+        "0.500 [0.400, 0.600]."
+    )
+    assert CliRunner().invoke(app, ["compare", "grpo", "faster"]).stdout.replace(" \n", " ").rstrip().endswith("0.600].")
+    for seed, score in ((43, 0.51), (44, 0.49)):
+        known = {"inputs": {"base.pth": md5(1.0)}, "metrics": [(1, {"reward/mean": score})]}
+        write_run(lineage, seed, params={"lr": 0.1, "seed": seed}, **known)
+    better, worse = (compare(lineage, lineage, names).conclusions[0] for names in (["grpo", "faster"], ["faster", "grpo"]))
+    assert better.startswith("B is better in reward/mean: B has 0.9 against 0.5, more than seeds differ (4 runs). ")
+    assert worse.startswith("A is better in reward/mean: B has 0.5 against 0.9, more than seeds differ (4 runs). ")
+    (alike,) = compare(lineage, lineage, ["grpo", ".runs/grpo/key43/1"]).conclusions
+    assert alike == "A and B differ by seed alone, which moves reward/mean by 0.02 over 3 runs."
+    write_run(lineage, 7, params={"lr": 0.3}, inputs={"base.pth": md5(1.0)}, metrics=[(1, {"reward/mean": 0.505})])
+    (alike,) = compare(lineage, lineage, ["grpo", ".runs/grpo/key7/1"]).conclusions
+    assert alike == "Neither is better in reward/mean: B has 0.505 against 0.5, and other seeds differ as much (4 runs)."
+    write_run(lineage, 8, stage="other")
+    (none,) = compare(lineage, lineage, ["grpo", "other"]).conclusions
+    assert none == "Nothing that says which is better was measured of both A (grpo) and B (other)."
+
+
+def test_metrics_that_matter_come_first(tmp_path: Path) -> None:
+    values = {"time/step_s": 1.0, "policy/entropy": 2.0, "policy/ref_kl": 0.1, "reward/mean": 0.5}
+    for number in (1, 2):
+        write_run(tmp_path, number, metrics=[(1, values)], params={"lr": float(number)})
+    found = [row.key for row in compare(tmp_path, tmp_path, ["mlflow1", "mlflow2"]).metrics]
+    assert found == ["reward/mean", "policy/ref_kl", "policy/entropy", "time/step_s"]
 
 
 def test_intervals_overlap_or_not(lineage: Path) -> None:

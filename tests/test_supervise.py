@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from pipeline.errors import DataError, HeldError, NumericsError, ParamsError
-from pipeline.supervise import Stopped, exit_on_error, explain, hold, is_held
+from pipeline.supervise import Stopped, exit_on_error, explain, hold, is_held, reason
 from pipeline.supervise.ancestry import POLL_S, VARIABLE, Ancestor, handed_down, inherited
 
 ROOT = Path(__file__).parents[1]
@@ -231,6 +231,14 @@ def test_errors_have_exit_codes_and_readable_lines(error: BaseException, code: i
     found, lines = explain(error, "lower x")
     assert found == code
     assert line is None or "\n".join(lines) == line
+
+
+def test_the_reason_is_the_first_fault_not_the_last_line() -> None:
+    assert reason(DataError("a.jsonl:3: not JSON", "and 3852 more faults")) == (3, "a.jsonl:3: not JSON")
+    try:
+        raise RuntimeError("shapes differ\nby one")
+    except RuntimeError as error:
+        assert reason(error) == (1, "RuntimeError: shapes differ")
 
 
 def test_a_full_disk_is_recognised_behind_what_torch_makes_of_it() -> None:

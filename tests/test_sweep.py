@@ -19,8 +19,9 @@ from flows import minimind as minimind_module
 from flows import sweep as sweep_module
 from flows.experiments import ExperimentFailed
 from flows.minimind import minimind
-from flows.sweep import choose_metric, sweep
+from flows.sweep import choose_metric, conclusion, sweep
 from pipeline.errors import ParamsError
+from pipeline.lineage.experiment import Experiment
 from pipeline.lineage.headlines import EVAL_HEADLINES, HEADLINES
 from pipeline.lineage.records import final_metrics
 
@@ -82,7 +83,8 @@ def test_a_sweep_tries_all_names_the_best_and_survives_a_member(lineage: Path) -
     assert sorted(ran(lineage)) == ["grpo 0.25", "grpo 0.5", "grpo 0.75"]
     text = report("sweep-grpo")
     best = next(name for name in experiments(lineage) if "lr-0.25" in name)
-    assert text.startswith(f"Best: **{best}** with `reward/mean` 9.75. `dvc exp apply {best}`")
+    assert text.startswith(f"Best: **{best}** with `reward/mean` 9.75")
+    assert text.partition("\n")[0].endswith(f" `dvc exp apply {best}` takes it into the workspace.")
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
     assert [(row[1], row[2]) for row in rows[:2]] == [("9.75", "finished"), ("9.5", "finished")]
     assert rows[2][1] == "" and "grpo: told to fail" in rows[2][2]
@@ -169,6 +171,27 @@ def test_the_log_has_a_line_for_a_wrong_override_and_a_traceback_for_a_mistake_i
         assert [has_traceback for _, has_traceback in records.seen] == [False, True]
     finally:
         logger.removeHandler(records)
+
+
+def test_a_sweep_says_whether_seeds_may_have_made_the_difference() -> None:
+    def found(**values: float) -> list[tuple[Experiment, float]]:
+        """Name to value, the best first; a name is the rate and the seed."""
+        parts = {name: name.split("_") for name in values}
+        overrides = {name: {"grpo.lr": float(part[0][1:]), "grpo.seed": int(part[1])} for name, part in parts.items()}
+        return [(Experiment(name, ROOT, "grpo", overrides[name], ""), value) for name, value in values.items()]
+
+    assert conclusion([], "reward/mean", "max") == "No member has `reward/mean`."
+    one = conclusion(found(r2_1=0.9, r1_1=0.5), "reward/mean", "max")
+    assert one.startswith(
+        "Best: **r2_1** with `reward/mean` 0.9 against 0.5 of the next, `grpo.lr=1.0`; one seed cannot tell more."
+    )
+    clear = conclusion(found(r2_1=0.9, r2_2=0.88, r1_1=0.5, r1_2=0.49), "reward/mean", "max")
+    assert clear.startswith("Best: **r2_1** with `reward/mean` 0.9 (mean of 2 seeds: 0.89) against 0.495 of the next,")
+    assert "; more than seeds differ." in clear
+    lucky = conclusion(found(r2_1=0.1, r1_1=0.2, r1_2=0.3, r2_2=0.9), "val/loss", "min")  # the best member is of the worse rate
+    assert lucky.startswith(
+        "Best: **r1_1** with `val/loss` 0.2 (mean of 2 seeds: 0.25) against 0.5 of the next, `grpo.lr=2.0`; other"
+    )
 
 
 def test_metrics_to_go_by() -> None:

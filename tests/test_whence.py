@@ -162,7 +162,7 @@ def test_outside_git_the_workspace_is_all(project: Path, tmp_path: Path) -> None
         origin(tmp_path, "kept1.pth")
 
 
-def write_run(project: Path, number: int, *, lr: float, code: int, base: str) -> None:
+def write_run(project: Path, number: int, *, lr: float, code: int, made: str, base: str, hashed: str) -> None:
     folder = project / ".runs" / "left" / f"key{lr}" / str(number)
     folder.mkdir(parents=True)
     about = {
@@ -170,23 +170,51 @@ def write_run(project: Path, number: int, *, lr: float, code: int, base: str) ->
         "started_s": 100.0 * number,
         "tracking_uri": "sqlite:///x.db",
         "params": {"left": {"lr": lr, "seed": 1}},
-        "tags": {"dvc.base.bin": base},
+        "tags": {"dvc.base.bin": base, "dvc.data/code/left.json": hashed},
     }
     (folder / "run.json").write_text(json.dumps(about))
-    (folder / "exit.json").write_text(json.dumps({"code": code, "reason": "", "time_s": 100.0 * number + 7}))
+    end = {"code": code, "reason": "", "time_s": 100.0 * number + 7, "outputs": {"left.bin": made}}
+    (folder / "exit.json").write_text(json.dumps(end))
     (folder / "feeder.json").write_text(json.dumps({"run_id": f"id{number}"}))
 
 
-def test_the_run_is_the_newest_finished_one_of_the_same_recipe(project: Path) -> None:
-    base = digest(project / "base.bin")
-    write_run(project, 1, lr=1e-4, code=0, base=base)
-    write_run(project, 2, lr=1e-4, code=0, base=base)
-    write_run(project, 3, lr=1e-4, code=143, base=base)
-    write_run(project, 4, lr=2e-4, code=0, base=base)
-    write_run(project, 5, lr=1e-4, code=0, base="another")
+def test_the_run_is_the_newest_finished_one_that_made_the_bytes(project: Path) -> None:
+    base, made, hashed = (digest(project / name) for name in ("base.bin", "kept1.pth", "data/code/left.json"))
+    known = {"lr": 1e-4, "code": 0, "made": made, "base": base, "hashed": hashed}
+    write_run(project, 1, **known)
+    write_run(project, 2, **known)
+    write_run(project, 3, **known | {"code": 143})
+    write_run(project, 4, **known | {"lr": 2e-4})
+    write_run(project, 5, **known | {"base": "another"})
+    write_run(project, 6, **known | {"made": "f" * 32})  # a forced rerun of the same recipe, on a GPU say
+    write_run(project, 7, **known | {"hashed": "f" * 32})  # other code that made the same
     found = origin(project, "kept1.pth").steps[-1].run
     assert found is not None and (found.name, found.mlflow, found.seconds) == ("left 2", "id2", 7.0)
     assert found.folder == ".runs/left/key0.0001/2"
+    assert origin(project, "kept3.pth").steps[-1].run is None
+
+
+TWINS = """
+stages:
+  one: {cmd: echo same > one.json; echo 1 > one.pth, outs: [one.json, one.pth]}
+  two: {cmd: echo same > two.json; echo 2 > two.pth, outs: [two.json, two.pth]}
+"""
+
+
+def test_equal_bytes_are_told_apart_by_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sidecars of two stages may be equal; elsewhere nothing tells whose a copy is."""
+    run(tmp_path, "git", "init", "-q")
+    run(tmp_path, sys.executable, "-m", "dvc", "init", "-q")
+    (tmp_path / "dvc.yaml").write_text(TWINS)
+    run(tmp_path, sys.executable, "-m", "dvc", "repro", "-q")
+    for name in ("one", "two"):
+        found = origin(tmp_path, f"{name}.json")
+        assert (found.path, found.steps[-1].stage) == (f"{name}.json", name) and len(found.also) == 1
+        assert origin(tmp_path, f"{name}.pth").also == {}
+    shutil.copy(tmp_path / "two.json", tmp_path / "kept.json")
+    monkeypatch.chdir(tmp_path)
+    lines = CliRunner().invoke(app, ["whence", "kept.json"]).stdout.splitlines()
+    assert lines[0].startswith("kept.json is one.json, ") and "also        two.json, of stage two: the same bytes" in lines
 
 
 def test_the_command_prints_text_and_strict_json(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

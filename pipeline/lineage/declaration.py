@@ -65,6 +65,13 @@ def _declared(stage: str, item: str | None, tree: Mapping[str, Any], dvc_file: P
     return deps, keys
 
 
+def outputs_of(stage: str, dvc_file: Path = Path("dvc.yaml")) -> list[str]:
+    """Paths of what a stage writes, metrics and plots included; none of a stage that dvc.yaml does not have."""
+    body = read_again(dvc_file)["stages"].get(stage, {}) if dvc_file.exists() else {}
+    entries = [entry for kind in ("outs", "metrics", "plots") for entry in body.get(kind, [])]
+    return [path for entry in entries for path in (entry if isinstance(entry, Mapping) else [entry])]
+
+
 @contextmanager
 def undisturbed(stage: str, root: Path) -> Iterator[None]:
     """Refuses what a stage made while its parameters or inputs were edited.

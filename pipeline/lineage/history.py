@@ -35,6 +35,7 @@ class Made:
         deps: digest by path of the data that it read.
         outs: digest by path of what it wrote.
         sizes: bytes by path of what it read.
+        code: the hash of its code; None where it does not depend on one.
     """
 
     stage: str
@@ -42,6 +43,7 @@ class Made:
     deps: dict[str, str]
     outs: dict[str, str]
     sizes: dict[str, int]
+    code: str | None = None
 
 
 @dataclass(frozen=True)
@@ -62,16 +64,9 @@ class Lock:
     def _makers(self) -> dict[tuple[str, str], Made]:
         return {out: made for made in self.stages.values() for out in made.outs.items()}
 
-    def find(self, digest: str) -> tuple[Made, str]:
-        """The stage that wrote this digest, and to which path.
-
-        Raises:
-            KeyError: none of its stages did; at most they read it.
-        """
-        for (path, known), made in self._makers.items():
-            if known == digest:
-                return made, path
-        raise KeyError(digest)
+    def writers(self, digest: str) -> dict[str, Made]:
+        """By path the stages that wrote this digest: several where they wrote equal bytes, none where they only read it."""
+        return {path: made for (path, known), made in self._makers.items() if known == digest}
 
     def readers(self, digest: str) -> list[Made]:
         """The stages that read this digest."""
@@ -185,7 +180,8 @@ def _made(name: str, entry: dict[str, Any]) -> Made:
     deps, outs = ({each["path"]: each["md5"] for each in entry.get(kind, [])} for kind in ("deps", "outs"))
     data = {path: md5 for path, md5 in deps.items() if not path.startswith(CODE) and path != PLACEHOLDER}
     sizes = {each["path"]: each["size"] for each in entry.get("deps", []) if "size" in each}
-    return Made(name, dict(flat_params(params)), data, outs, sizes)
+    code = next((md5 for path, md5 in deps.items() if path.startswith(CODE)), None)
+    return Made(name, dict(flat_params(params)), data, outs, sizes, code)
 
 
 def flat_params(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,15 +1,14 @@
 """What the stages of a workspace left to read: final metrics, and the MLflow runs that made them."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pipeline.errors import DataError
-from pipeline.lineage.declaration import declaration, read_lock
+from pipeline.lineage.history import lock_at
+from pipeline.lineage.runs import runs_that_made
 from pipeline.masking import without_credentials
-from pipeline.params import load_params
-from pipeline.tracking.run_folder import RunFolder, read_json, run_key
+from pipeline.tracking.records import Record
+from pipeline.tracking.run_folder import RunFolder
 from pipeline.tracking.shapes import parse_metrics
 from pipeline.tracking.store import is_server
 
@@ -50,55 +49,32 @@ def final_metrics(root: Path, stage: str) -> dict[str, float]:
 
 
 def recorded_runs(root: Path, home: Path, stage: str) -> list[RunFolder]:
-    """The finished runs of the recipe whose outputs dvc.lock has, newest first; empty for a stage without runs.
+    """The runs that made what dvc.lock has of a stage, as `runs_that_made` orders them; empty for a stage without runs.
 
     Args:
         root: the repository, or an isolated copy.
         home: where its run folders are (`pipeline.tracking.home`).
         stage: the stage.
     """
-    runs = home / ".runs" / stage
-    made = read_lock(root / "dvc.lock").get(stage)
-    if not any(runs.glob("*/*/run.json")) or made is None:
+    try:
+        lock = lock_at(root, None)
+    except DataError:  # DVC is writing it
         return []
-    recipe = runs / _key(root, stage, made.digests)
-    newest_first = sorted(recipe.glob("*"), key=lambda path: int(path.name) if path.name.isdecimal() else 0, reverse=True)
-    return [RunFolder(path) for path in newest_first if read_json(path / "exit.json").get("code") == 0]
-
-
-def recorded_outputs(root: Path, stage: str, recipe: str, params: Mapping[str, Any], inputs: Mapping[str, str]) -> dict[str, str]:
-    """The digests of a stage's outputs by path, if dvc.lock has those that a certain recipe made; else empty.
-
-    Args:
-        root: the repository, or an isolated copy.
-        stage: the stage.
-        recipe: the run key.
-        params: of the run.
-        inputs: digests of what it read, by path.
-    """
-    made, code = read_lock(root / "dvc.lock").get(stage), f"data/code/{stage}.json"
-    if made is None or made.params != params or not made.digests.items() >= inputs.items():
-        return {}
-    read = {path: digest for path, digest in inputs.items() if path != code}
-    return made.outs if run_key(stage, params, read, made.digests.get(code)) == recipe else {}
+    made = lock.stages.get(stage) if lock is not None else None
+    return runs_that_made(made, home / ".runs") if made is not None else []
 
 
 def tracked_run(root: Path, home: Path, stage: str) -> TrackedRun | None:
     """The newest MLflow run of `recorded_runs`; None where no feeder has made one (yet)."""
-    for folder in recorded_runs(root, home, stage):
-        if run_id := read_json(folder.feeder_note).get("run_id"):
-            return run_page(read_json(folder.about).get("tracking_uri", ""), run_id)
-    return None
+    return next((page for folder in recorded_runs(root, home, stage) if (page := page_of(Record(folder)))), None)
+
+
+def page_of(record: Record) -> TrackedRun | None:
+    """Where MLflow shows a run; None where no feeder has made one (yet)."""
+    return run_page(record.tracking_uri, record.mlflow_id) if record.mlflow_id else None
 
 
 def run_page(tracking_uri: str, run_id: str) -> TrackedRun:
     """Where MLflow shows a run; a link has no password."""
     served = is_server(tracking_uri)
     return TrackedRun(f"{without_credentials(tracking_uri).rstrip('/') if served else LOCAL_UI}/#/runs/{run_id}", served)
-
-
-def _key(root: Path, stage: str, digests: Mapping[str, str]) -> str:
-    """The key of the run folder: from the digests in dvc.lock, so that nothing large is read again."""
-    code = digests.get(f"data/code/{stage}.json")
-    declared = declaration(stage, load_params(root / "params.yaml"), dvc_file=root / "dvc.yaml")
-    return run_key(stage, declared.params, {path: digests.get(path, "") for path in declared.deps}, code)

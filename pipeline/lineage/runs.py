@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.lineage.history import (
+    CODE,
     LOCK,
     Lock,
     Made,
@@ -16,18 +17,28 @@ from pipeline.lineage.history import (
     lock_at,
 )
 from pipeline.tracking.description import input_digests
-from pipeline.tracking.run_folder import RunFolder, read_json
+from pipeline.tracking.records import Record
+from pipeline.tracking.run_folder import RunFolder
+
+
+def runs_that_made(made: Made, runs: Path) -> list[RunFolder]:
+    """The finished runs that `runs` still has of what wrote exactly these bytes, of the same inputs and parameters.
+
+    Those of the very code that the lock file names come first, then the newest: a change of code that changes no byte may have
+    been taken over without a run.
+    """
+    found = []
+    for path in (runs / made.stage).glob("*/*/exit.json"):
+        record = Record(RunFolder(path.parent))
+        if record.finished and record.outputs == made.outs and _is_of(record.about, made):
+            same_code = inputs_of(record.about).get(f"{CODE}{made.stage}.json") == made.code
+            found.append(((same_code, record.started_s), record.folder))
+    return [folder for _, folder in sorted(found, key=lambda each: each[0], reverse=True)]
 
 
 def run_that_made(made: Made, runs: Path) -> RunFolder | None:
-    """The newest finished run of this recipe that `runs` still has. Equal recipes give equal bytes, whichever run it was."""
-    found = []
-    for path in (runs / made.stage).glob("*/*/run.json"):
-        folder = RunFolder(path.parent)
-        about = read_json(folder.about)
-        if _made_this(about, made) and read_json(folder.exit).get("code") == 0:
-            found.append((about.get("started_s", 0.0), folder))
-    return max(found, key=lambda each: each[0])[1] if found else None
+    """The first of `runs_that_made`."""
+    return next(iter(runs_that_made(made, runs)), None)
 
 
 def inputs_of(about: Mapping[str, Any]) -> dict[str, str]:
@@ -39,13 +50,14 @@ def inputs_of(about: Mapping[str, Any]) -> dict[str, str]:
     return input_digests(about.get("tags", {}))
 
 
-def recorded(root: Path, stage: str, about: Mapping[str, Any]) -> Lock | None:
-    """The lock file that records what a run made: the workspace's, its experiment's or a commit's.
+def recorded(root: Path, stage: str, about: Mapping[str, Any], outputs: Mapping[str, str] | None = None) -> Lock | None:
+    """The lock file that records a run's recipe: the workspace's, its experiment's or a commit's.
 
     Args:
         root: the repository.
         stage: of the run.
         about: its run.json.
+        outputs: digest by path of what the run made, for the lock file that records these bytes; None for any bytes.
 
     Returns:
         None for a run that failed, that was never committed, or whose commit is gone.
@@ -57,7 +69,7 @@ def recorded(root: Path, stage: str, about: Mapping[str, Any]) -> Lock | None:
             continue
         seen.add(entry)
         lock = lock_at(root, commit)
-        if lock is not None and _made_this(about, lock.stages[stage]):
+        if lock is not None and _is_of(about, made := lock.stages[stage]) and outputs in (None, made.outs):
             return lock
     return None
 
@@ -70,7 +82,7 @@ def _commits(root: Path, about: Mapping[str, Any]) -> Iterator[str | None]:
     yield from commits_with_lock(root)
 
 
-def _made_this(about: Mapping[str, Any], made: Made) -> bool:
+def _is_of(about: Mapping[str, Any], made: Made) -> bool:
     """Whether the run had these parameters and inputs, whatever its code was; one whose run.json cannot be read had none."""
     read = {path: inputs_of(about).get(path) for path in made.deps}
     return read == made.deps and params_of(about) == made.params

@@ -26,7 +26,7 @@ BOUNDS = ("_low", "_high", "_n")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The newest finished run that made something, as far as `.runs` still has it.
+    """The finished run that made something, by its bytes; the newest of several, as far as `.runs` still has one.
 
     Attributes:
         name: as MLflow shows it.
@@ -63,7 +63,8 @@ class Origin:
     Attributes:
         file: the path asked about.
         digest: of its bytes, as in dvc.lock.
-        path: where the lineage wrote these bytes.
+        path: where the lineage wrote these bytes; of several places the one asked about, if it is one of them.
+        also: stage by path of the other places: equal bytes tell nothing of which stage a copy is from.
         in_workspace: whether the workspace's dvc.lock names them.
         commits: the commits whose dvc.lock brought them, newest first: `{"commit": ..., "time": ...}`.
         steps: the stages that led here, parents first; the last one wrote the file.
@@ -74,6 +75,7 @@ class Origin:
     file: str
     digest: str
     path: str
+    also: Mapping[str, str]
     in_workspace: bool
     commits: list[dict[str, str]]
     steps: list[Step]
@@ -113,13 +115,12 @@ def trace(file: Path, root: Path, runs: Path) -> Origin | Source:
     """
     known = _digest(file)
     if found := list(locks_with(root, known)):
-        return _origin(file, known, found, *found[0].find(known), root, runs)
+        return _origin(file, known, _Written.of(found, known, _own_path(file, root)), root, runs)
     if found := list(locks_with(root, known, read=True)):
-        return _source(file, known, found)
+        return _source(file, known, found, _own_path(file, root))
     for folder, name in _folders_with(root, known):
         if found := list(locks_with(root, folder)):
-            made, path = found[0].find(folder)
-            return _origin(file, known, found, made, f"{path}/{name}", root, runs)
+            return _origin(file, known, _Written.of(found, folder, _own_path(file, root), f"/{name}"), root, runs)
     raise DataError(f"{file} (md5 {known}): {_foreign(file, root)}")
 
 
@@ -145,24 +146,59 @@ def _digest(file: Path) -> str:
         raise DataError(f"{str(file)[:NAMED]!r}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
-def _origin(file: Path, known: str, found: list[Lock], made: Made, path: str, root: Path, runs: Path) -> Origin:
-    lock = found[0]
+def _own_path(file: Path, root: Path) -> str:
+    """Of a file in the repository, relative to it; empty for another one."""
+    resolved = file.resolve()
+    return resolved.relative_to(root.resolve()).as_posix() if resolved.is_relative_to(root.resolve()) else ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """One writing of certain bytes: its lock files, newest first, its path, and the other places of the same bytes."""
+
+    locks: list[Lock]
+    made: Made
+    path: str
+    also: Mapping[str, str]
+
+    @classmethod
+    def of(cls, found: list[Lock], digest: str, own: str, rest: str = "") -> "_Written":
+        """That at path `own` if there is one, else the first of the newest lock file.
+
+        Args:
+            found: lock files in which a stage wrote `digest`.
+            digest: of a file or folder.
+            own: a path.
+            rest: what stands behind the path of a folder.
+        """
+        by_lock = [(lock, {f"{path}{rest}": made for path, made in lock.writers(digest).items()}) for lock in found]
+        lock, places = next(((lock, places) for lock, places in by_lock if own in places), by_lock[0])
+        path = own if own in places else next(iter(places))
+        locks = [lock for lock, places in by_lock if path in places]
+        also = {other: made.stage for other, made in places.items() if other != path}
+        return cls(locks, places[path], path, also)
+
+
+def _origin(file: Path, known: str, written: _Written, root: Path, runs: Path) -> Origin:
+    lock, made = written.locks[0], written.made
     return Origin(
         file=str(file),
         digest=known,
-        path=path,
+        path=written.path,
+        also=written.also,
         in_workspace=lock.commit is None,
-        commits=_commits(found),
+        commits=_commits(written.locks),
         steps=[Step(step.stage, step.params, step.deps, step.outs, _run_of(step, root, runs)) for step in lock.ancestry(made)],
         sources=lock.sources(made),
         evaluation=evaluation_of(root, lock, made),
     )
 
 
-def _source(file: Path, known: str, found: list[Lock]) -> Source:
+def _source(file: Path, known: str, found: list[Lock], own: str) -> Source:
     lock = found[0]
     readers = lock.readers(known)
-    path = next(path for path, md5 in readers[0].deps.items() if md5 == known)
+    paths = dict.fromkeys(path for made in readers for path, md5 in made.deps.items() if md5 == known)
+    path = own if own in paths else next(iter(paths))
     names = [made.stage for made in readers]
     behind = [made.stage for made in lock.behind(readers) if made.stage not in names]
     return Source(str(file), known, path, lock.commit is None, _commits(found), names, behind)
@@ -188,8 +224,7 @@ def _digest_of(cached: Path) -> str:
 
 def _foreign(file: Path, root: Path) -> str:
     """Why no lock file may name a file's bytes."""
-    lock, resolved = lock_at(root, None), file.resolve()
-    path = resolved.relative_to(root.resolve()).as_posix() if resolved.is_relative_to(root.resolve()) else ""
+    lock, path = lock_at(root, None), _own_path(file, root)
     for made in lock.stages.values() if lock is not None else ():
         if recorded := (made.outs | made.deps).get(path):
             what = "wrote" if path in made.outs else "read"
@@ -245,6 +280,7 @@ def as_text(found: Origin | Source) -> Iterator[str]:
         yield f"read by     {', '.join(found.readers)}"
         yield from [f"leads to    {', '.join(found.behind)}"] if found.behind else []
     else:
+        yield from [f"also        {path}, of stage {stage}: the same bytes" for path, stage in found.also.items()]
         yield from _making(found)
 
 

@@ -3,15 +3,15 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pipeline.lineage.records import TrackedRun, run_page
+from pipeline.lineage.records import page_of
 from pipeline.pages.chart import COLOURS, charts
 from pipeline.pages.page import render
-from pipeline.reading.compare import Comparison, Interval, Judged, Metric
+from pipeline.reading.compare import Comparison, Metric
+from pipeline.reading.judged import Interval, Judged
 from pipeline.reading.measured import Measured
 from pipeline.reading.noise import Spread
 from pipeline.reading.samples import Aligned, Parting
 from pipeline.reading.wording import facts, overlaps, parting, progress, shown, verdicts
-from pipeline.tracking.records import Record
 
 MAX_STEPS = 6
 """Steps whose samples are shown, evenly spread."""
@@ -35,6 +35,7 @@ def compare_page(comparison: Comparison) -> str:
         judged=[_judged(row) for row in comparison.judged],
         curves=charts([side.record.metrics if side.record else {} for side in comparison.sides]),
         metrics=[_metric(row) for row in comparison.metrics],
+        conclusions=comparison.conclusions,
         hint=comparison.hint,
         samples=_samples(comparison.samples),
     )
@@ -48,14 +49,8 @@ def _sides(comparison: Comparison) -> Iterator[dict[str, Any]]:
             "progress": progress(side.record),
             "seeds": len(repeats.runs) if repeats else "-",
             "place": side.place,
-            "page": _mlflow_page(side.record),
+            "page": page_of(side.record) if side.record else None,
         }
-
-
-def _mlflow_page(record: Record | None) -> TrackedRun | None:
-    if record is None or record.mlflow_id is None:
-        return None
-    return run_page(record.about.get("tracking_uri", ""), record.mlflow_id)
 
 
 def _judged(row: Judged) -> dict[str, Any]:

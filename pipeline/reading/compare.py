@@ -1,20 +1,21 @@
 """What differs between runs: their configuration, what they measured, what they said; and whether seeds differ as much."""
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeline.curves import is_clocked
 from pipeline.errors import ParamsError
+from pipeline.lineage.headlines import HEADLINES
+from pipeline.reading.conclusion import conclude, labels
+from pipeline.reading.judged import Judged, judge, rank
 from pipeline.reading.measured import Measured, measure
 from pipeline.reading.noise import Repeats, Spread, Verdict, repeats_of, spread, verdict
 from pipeline.reading.samples import Aligned, align
 from pipeline.reading.sides import Side, find_sides
 from pipeline.reading.tokens import part_by_token
-
-_BOUNDS = ("_low", "_high", "_n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,24 +43,6 @@ class Metric:
     verdicts: tuple[Verdict, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """A metric of the evaluation with its bounds."""
-
-    value: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """A metric of the evaluation on every side, and whether each side's interval overlaps the first's (None: not both known)."""
-
-    key: str
-    values: tuple[Interval | None, ...]
-    overlaps: tuple[bool | None, ...]
-
-
 @dataclass(frozen=True)
 class Comparison:
     """Everything that is said about the sides.
@@ -68,9 +51,10 @@ class Comparison:
         sides: what is compared, the first being what the others are held against.
         repeats: per side, the runs of its recipe with other seeds; None without a run folder.
         config: keys that differ: parameters, inputs, code and library versions.
-        metrics: what they measured while they ran, clocked metrics last.
-        judged: what `eval` measured.
+        metrics: what they measured while they ran: the stage's headlines first, clocked metrics last.
+        judged: what `eval` measured, what models of the stage are ranked by first.
         samples: what they said to the same prompts.
+        conclusions: a sentence or two per side after the first: which is better, or why that cannot be said.
         hint: how to learn the spread of seeds where it is unknown; else empty.
     """
 
@@ -80,12 +64,18 @@ class Comparison:
     metrics: Sequence[Metric]
     judged: Sequence[Judged]
     samples: Sequence[Aligned]
+    conclusions: Sequence[str]
     hint: str
 
     @property
     def labels(self) -> list[str]:
         """A, B, C, ..., one per side."""
-        return [chr(ord("A") + index) for index in range(len(self.sides))]
+        return labels(len(self.sides))
+
+    @property
+    def equal(self) -> list[str]:
+        """The sides that are the first one, or made the same bytes, by label."""
+        return [label for label, side in zip(self.labels[1:], self.sides[1:], strict=True) if side.equals(self.sides[0])]
 
 
 def compare(root: Path, home: Path, names: Sequence[str], stage: str | None = None) -> Comparison:
@@ -98,14 +88,16 @@ def compare(root: Path, home: Path, names: Sequence[str], stage: str | None = No
         raise ParamsError(f"compare: needs 2 to 26 things to compare, got {len(names)}")
     sides = find_sides(root, home, names, stage)
     repeats = [repeats_of(side.record, home) if side.record else None for side in sides]
+    judged, hint = judge(sides), _hint(sides[0], repeats)
     return Comparison(
         sides=sides,
         repeats=repeats,
         config=_config(sides),
         metrics=_metrics(sides, repeats),
-        judged=_judged(sides),
+        judged=judged,
         samples=align([side.record.samples() if side.record else () for side in sides], part_by_token(root, sides)),
-        hint=_hint(sides[0], repeats),
+        conclusions=[conclude(sides, repeats, judged, index, hint) for index in range(1, len(sides))],
+        hint=hint,
     )
 
 
@@ -137,7 +129,10 @@ def _identity(side: Side, *, one_stage: bool, upstream: Collection[str]) -> dict
 
 def _metrics(sides: Sequence[Side], repeats: Sequence[Repeats | None]) -> list[Metric]:
     tables = [measure(side.record) if side.record else {} for side in sides]
-    keys = sorted(dict.fromkeys(key for table in tables for key in table), key=is_clocked)
+    headlines = list(HEADLINES.get(sides[0].stage, {}))
+    keys = sorted(
+        dict.fromkeys(key for table in tables for key in table), key=lambda key: (rank(key, headlines), is_clocked(key))
+    )
     return [
         Metric(
             key,
@@ -147,22 +142,6 @@ def _metrics(sides: Sequence[Side], repeats: Sequence[Repeats | None]) -> list[M
         )
         for key in keys
     ]
-
-
-def _judged(sides: Sequence[Side]) -> list[Judged]:
-    keys = dict.fromkeys(key for side in sides for key in side.evaluation if not key.endswith(_BOUNDS))
-    rows = [(key, tuple(_interval(side.evaluation, key) for side in sides)) for key in keys]
-    return [Judged(key, values, tuple(_overlap(values[0], other) for other in values[1:])) for key, values in rows]
-
-
-def _interval(evaluation: Mapping[str, float], key: str) -> Interval | None:
-    bounds = [evaluation.get(name) for name in (key, f"{key}_low", f"{key}_high")]
-    value, low, high = bounds
-    return None if value is None or low is None or high is None else Interval(value, low, high)
-
-
-def _overlap(left: Interval | None, right: Interval | None) -> bool | None:
-    return None if left is None or right is None else left.low <= right.high and right.low <= left.high
 
 
 def _hint(side: Side, repeats: Sequence[Repeats | None]) -> str:
@@ -194,6 +173,8 @@ def as_json(comparison: Comparison) -> str:
         "metrics": [asdict(row) for row in comparison.metrics],
         "evaluation": [asdict(row) for row in comparison.judged],
         "samples": [asdict(row) for row in comparison.samples],
+        "equal": comparison.equal,
+        "conclusions": list(comparison.conclusions),
         "hint": comparison.hint,
     }
     return json.dumps(found, ensure_ascii=False, allow_nan=False, indent=2)

@@ -6,7 +6,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.reading.compare import Comparison, Interval
+from pipeline.reading.compare import Comparison
+from pipeline.reading.judged import Interval
 from pipeline.reading.measured import Measured
 from pipeline.reading.samples import Aligned, Answer, Parting
 from pipeline.reading.wording import facts, overlaps, parting, progress, shown, verdicts
@@ -32,6 +33,13 @@ def print_comparison(comparison: Comparison) -> None:
 def _parts(comparison: Comparison) -> Iterator[RenderableType]:
     yield _sides(comparison)
     yield from (Text(note, style="yellow") for side in comparison.sides for note in side.notes)
+    if len(comparison.equal) < len(comparison.sides) - 1:
+        yield from _differences(comparison)
+    yield Text("")
+    yield from (Text(line, style="bold") for line in comparison.conclusions)
+
+
+def _differences(comparison: Comparison) -> Iterator[RenderableType]:
     yield _heading("What differs in the configuration")
     yield _config(comparison) if comparison.config else Text("nothing")
     if comparison.metrics:

@@ -159,7 +159,7 @@ def evaluation_of(folder: RunFolder, root: Path, home: Path) -> Mapping[str, Map
     """metrics/eval.json if it has measured what this very run made; else nothing."""
     stage, lock_file = folder.stage, root / "dvc.lock"
     try:
-        if not lock_file.exists() or folder not in recorded_runs(root, home, stage)[:1]:
+        if not lock_file.exists() or folder not in recorded_runs(root, home, stage):
             return {}
     except (ParamsError, KeyError):  # a params.yaml that is wrong made no run, nor did a dvc.yaml without the stage
         return {}

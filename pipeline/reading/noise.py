@@ -88,14 +88,20 @@ def verdict(left: Repeats | None, right: Repeats | None, key: str) -> Verdict:
         return "unknown"
     if left.recipe == right.recipe:
         return "same recipe"
-    groups = [repeats.values.get(key, []) for repeats in (left, right)]
+    found = outside(left.values.get(key, []), right.values.get(key, []))
+    return "unknown" if found is None else "outside" if found else "inside"
+
+
+def outside(left: Sequence[float], right: Sequence[float]) -> bool | None:
+    """Whether two groups, a value per seed, differ by more than seeds do (as in `verdict`); None where none has two seeds."""
+    groups = [left, right]
     degrees = sum(len(group) - 1 for group in groups)
     if not all(groups) or degrees == 0:
-        return "unknown"
+        return None
     means = [fmean(group) for group in groups]
     squares = sum((value - mean) ** 2 for group, mean in zip(groups, means, strict=True) for value in group)
     error = math.sqrt(squares / degrees) * math.sqrt(sum(1 / len(group) for group in groups))
-    return "inside" if abs(means[0] - means[1]) <= _t_quantile(degrees) * error else "outside"
+    return abs(means[0] - means[1]) > _t_quantile(degrees) * error
 
 
 def _t_quantile(degrees: int) -> float:

@@ -1,7 +1,7 @@
 """What can be compared: runs, stages, experiments and files, each found by name and brought to one form."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,12 @@ class Side:
     Attributes:
         given: the name it was asked for by.
         title: of its run; else the given name.
-        place: the run folder, or the commit where there is no folder any more.
+        place: the run folder, or where its lock file is when there is no folder any more.
         stage: that made it.
         params: by full key.
         upstream: the same of the stages before it; None where no dvc.lock records the run.
         inputs: digest by path of what the stage read.
+        outputs: digest by path of what it made; empty before its end.
         record: its run; None once the folder is gone.
         evaluation: what `eval` measured of it, with intervals; empty where it did not.
         notes: what the reader should know about the choice.
@@ -37,9 +38,15 @@ class Side:
     params: Mapping[str, Any]
     upstream: Mapping[str, Any] | None
     inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
     record: Record | None
     evaluation: Mapping[str, float]
     notes: Sequence[str] = ()
+
+    def equals(self, other: "Side") -> bool:
+        """Whether both are one run, or made the same bytes."""
+        made = (self.stage, self.outputs) == (other.stage, other.outputs) and bool(self.outputs)
+        return made or (self.record is not None and self.record == other.record)
 
 
 def find_sides(root: Path, home: Path, names: Sequence[str], stage: str | None = None) -> list[Side]:
@@ -48,7 +55,8 @@ def find_sides(root: Path, home: Path, names: Sequence[str], stage: str | None =
     Args:
         root: the repository.
         home: the folder with `.runs`.
-        names: each a run folder, a stage (its newest run), an MLflow run id, a DVC experiment, or a file that a stage wrote.
+        names: each a run folder, a stage (what the workspace's dvc.lock has of it, else its newest run), an MLflow run id, a DVC
+            experiment, or a file that a stage wrote.
         stage: whose run is meant of experiments; else that of the other things, else the first whose parameters were changed.
 
     Raises:
@@ -63,12 +71,23 @@ def find_sides(root: Path, home: Path, names: Sequence[str], stage: str | None =
         if lock is not None:
             experiments[index] = lock
         else:
-            sides[index] = _file(root, home, name) if _is_file(root, home, name) else _run(root, home, name)
+            sides[index] = _file(root, home, name) if _is_file(root, home, name) else _named(root, home, name)
     wanted = stage or next((side.stage for side in sides.values()), None)
     for index, lock in experiments.items():
         sides[index] = _experiment(root, home, names[index], lock, wanted)
         wanted = wanted or sides[index].stage
     return [sides[index] for index in range(len(names))]
+
+
+def _named(root: Path, home: Path, name: str) -> Side:
+    lock = lock_at(root, None)
+    made = lock.stages.get(name) if lock is not None else None
+    if lock is None or made is None:
+        note = f"{name}: not in the workspace's dvc.lock; this is its newest run"
+        side = _run(root, home, name)
+        return replace(side, notes=[note]) if name == side.stage else side
+    folder = run_that_made(made, home / ".runs")
+    return _recorded(root, name, lock, made, Record(folder) if folder else None)
 
 
 def _run(root: Path, home: Path, name: str) -> Side:
@@ -80,11 +99,13 @@ def _run(root: Path, home: Path, name: str) -> Side:
             "`ls -d .runs/*/*/*` and `dvc exp list` show what there is"
         ) from None
     record = Record(folder)
-    lock = recorded(root, record.stage, record.about)
+    # One with its bytes; else one with its recipe, which says what stood before it.
+    made_this, of_recipe = (recorded(root, record.stage, record.about, outputs) for outputs in (record.outputs, None))
+    lock = made_this or of_recipe
     if lock is not None:
         return _recorded(root, name, lock, lock.stages[record.stage], record)
     params, inputs = dict(flat_params(record.params)), inputs_of(record.about)
-    return Side(name, record.name, _place(root, record), record.stage, params, None, inputs, record, {})
+    return Side(name, record.name, _place(root, record), record.stage, params, None, inputs, record.outputs, record, {})
 
 
 def _is_file(root: Path, home: Path, name: str) -> bool:
@@ -107,6 +128,7 @@ def _file(root: Path, home: Path, name: str) -> Side:
         params=made.params,
         upstream=_params(origin.steps[:-1]),
         inputs=inputs_of(record.about) if record else made.deps,
+        outputs=made.outs,
         record=record,
         evaluation=origin.evaluation,
     )
@@ -142,13 +164,14 @@ def _recorded(root: Path, name: str, lock: Lock, made: Made, record: Record | No
     return Side(
         given=name,
         title=record.name if record else name,
-        place=_place(root, record) if record else f"commit {lock.commit or ''}"[:14],
+        place=_place(root, record) if record else f"commit {lock.commit}"[:14] if lock.commit else "dvc.lock",
         stage=made.stage,
         params=made.params,
         upstream=_params(lock.ancestry(made)[:-1]),
         inputs=inputs_of(record.about) if record else made.deps,
+        outputs=record.outputs if record else made.outs,
         record=record,
-        evaluation=evaluation_of(root, lock, made),
+        evaluation=evaluation_of(root, lock, made) if record is None or record.outputs == made.outs else {},
         notes=notes,
     )
 

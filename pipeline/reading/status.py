@@ -15,7 +15,7 @@ from rich.text import Text
 from pipeline.lineage.headlines import HEADLINES
 from pipeline.lineage.history import lock_at
 from pipeline.lineage.plan import Planned, Verdict
-from pipeline.lineage.records import final_metrics, run_page
+from pipeline.lineage.records import final_metrics, page_of
 from pipeline.lineage.runs import run_that_made
 from pipeline.reading.attempts import last_attempt, what_changed_since
 from pipeline.reading.words import duration, figure
@@ -89,7 +89,7 @@ def status(plan: Sequence[Planned], root: Path, home: Path) -> list[State]:
                 age_s=round(time.time() - ended, 1) if record is not None and (ended := record.ended_s) is not None else None,
                 run=str(record.folder.path.relative_to(home)) if record is not None else None,
                 mlflow=record.mlflow_id if record is not None else None,
-                url=_page(record) if record is not None else None,
+                url=page.url if record is not None and (page := page_of(record)) else None,
                 versions=_others(record, installed) if record is not None else {},
             )
         )
@@ -118,10 +118,6 @@ def _under(planned: Planned, deps: Mapping[str, str]) -> str | None:
         return next((name for name in ("full_sft", "pretrain") if name in weights), weights[0])
     others = [name for name in planned.parents if name != "code"]
     return None if planned.stage == "eval" or not others else others[0]
-
-
-def _page(record: Record) -> str | None:
-    return run_page(record.tracking_uri, record.mlflow_id).url if record.mlflow_id else None
 
 
 def _others(record: Record, installed: Mapping[str, str]) -> dict[str, str]:

@@ -3,7 +3,8 @@
 import json
 from typing import Any
 
-from pipeline.reading.compare import Judged, Metric
+from pipeline.reading.compare import Metric
+from pipeline.reading.judged import Judged
 from pipeline.reading.noise import Spread, Verdict
 from pipeline.reading.samples import Aligned, Answer
 from pipeline.tracking.records import Record

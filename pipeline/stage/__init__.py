@@ -8,18 +8,19 @@ with stage_run("grpo", params={"grpo": ...}, inputs=["checkpoints/full_sft.pth"]
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pipeline.digests import digests
 from pipeline.lineage.causes import reasons
-from pipeline.lineage.declaration import is_recorded, undisturbed
+from pipeline.lineage.declaration import is_recorded, outputs_of, undisturbed
 from pipeline.params.schema import Runtime
 from pipeline.stage.processes import followers, other_ranks_gone, start_feeder
 from pipeline.stage.run import Follower, StageRun, describe
-from pipeline.supervise import StopSignals, exit_on_error, explain, hold, is_held, lasting_stderr
+from pipeline.supervise import StopSignals, exit_on_error, hold, is_held, lasting_stderr, reason
 from pipeline.tracking.home import home
 from pipeline.tracking.recorder import now_s
 from pipeline.tracking.run_folder import RunFolder, open_run_folder, run_key, write_json
@@ -108,7 +109,7 @@ def stage_run(
         spent = spent_before(folder)
         folder.exit.unlink(missing_ok=True)
         wanted = runtime.ranks if ranked and launched.size == 1 else 1
-        with _recorded_exit(folder.exit, stop, memory_hint), followers(wanted):
+        with _recorded_exit(folder.exit, stop, memory_hint, partial(_made, root, stage)), followers(wanted):
             check_space(stage, folder, root, params, inputs, runtime)
             run = StageRun(stage, root, folder, params, runtime, stop, launched_ranks() if ranked else ALONE)
             stack.callback(run.close)
@@ -146,13 +147,23 @@ def _held_run_folder(stack: ExitStack, runs: Path, stage: str, key: str, *, reco
                 return folder
 
 
+def _made(root: Path, stage: str) -> dict[str, dict[str, str]]:
+    """Digests of what the stage wrote: these bytes are its run's, whatever DVC records, and whatever lies there later."""
+    return {"outputs": digests(root, [path for path in outputs_of(stage, root / "dvc.yaml") if (root / path).exists()])}
+
+
 @contextmanager
-def _recorded_exit(path: Path, stop: StopSignals, memory_hint: str) -> Iterator[None]:
-    """Leaves code, reason and time of the block's end, and what it used, in the file at `path`; also of an end at once."""
+def _recorded_exit(
+    path: Path, stop: StopSignals, memory_hint: str, made: Callable[[], Mapping[str, Any]] = dict
+) -> Iterator[None]:
+    """Leaves code, reason and time of the block's end, and what it used, in the file at `path`; also of an end at once.
+
+    Of a good end also what `made` says.
+    """
     further, meter = stop.on_abort, Meter()
 
-    def record(code: int, reason: str) -> None:
-        write_json(path, {"code": code, "reason": reason, "time_s": now_s(), "used": meter.read()})
+    def record(code: int, reason: str, **more: Any) -> None:
+        write_json(path, {"code": code, "reason": reason, "time_s": now_s(), "used": meter.read(), **more})
 
     def abort(code: int, reason: str) -> None:
         record(code, reason)
@@ -163,14 +174,13 @@ def _recorded_exit(path: Path, stop: StopSignals, memory_hint: str) -> Iterator[
     try:
         yield
     except BaseException as error:  # recorded, and raised again
-        code, lines = explain(error, memory_hint)
         with suppress(OSError):  # on a full disk, say: what has happened counts
-            record(code, lines[-1])
+            record(*reason(error, memory_hint))
         raise
     finally:
         stop.on_abort = further
     stop.deferred = True
-    record(0, "finished")
+    record(0, "finished", **made())
 
 
 def _memory_hint(stage: str, params: Mapping[str, Any]) -> str:

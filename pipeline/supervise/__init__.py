@@ -8,7 +8,7 @@
 | 128 + n | stopped by signal n after saving; a second signal, or 25 s without the end of a step, stops at once |
 """
 
-from pipeline.supervise.exits import exit_on_error, explain, lasting_stderr
+from pipeline.supervise.exits import exit_on_error, explain, lasting_stderr, reason
 from pipeline.supervise.locks import hold, hold_unless, is_held
 from pipeline.supervise.signals import Stopped, StopSignals, follow_parent
 
@@ -22,4 +22,5 @@ __all__ = [
     "hold_unless",
     "is_held",
     "lasting_stderr",
+    "reason",
 ]

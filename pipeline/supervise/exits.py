@@ -12,6 +12,8 @@ from pipeline.errors import DiskSpaceError, OutOfMemoryError, PipelineError
 from pipeline.masking import masked
 from pipeline.supervise.signals import Stopped
 
+_TRACEBACK = "Traceback (most recent call last)"
+
 
 def explain(error: BaseException, memory_hint: str = "use a smaller batch") -> tuple[int, list[str]]:
     """The exit code that stands for `error`, and the lines to print: readable for what a user can mend, else a traceback."""
@@ -32,6 +34,14 @@ def explain(error: BaseException, memory_hint: str = "use a smaller batch") -> t
         said = (str(error).splitlines() or ["host memory"])[0]
         return OutOfMemoryError.exit_code, [f"out of memory ({said[:200]}): {memory_hint}"]
     return 1, masked("".join(traceback.format_exception(error))).splitlines()
+
+
+def reason(error: BaseException, memory_hint: str = "use a smaller batch") -> tuple[int, str]:
+    """The exit code that stands for `error`, and why in one line: the first fault, or of a traceback what was raised."""
+    code, lines = explain(error, memory_hint)
+    if lines[0].startswith(_TRACEBACK):
+        return code, masked("".join(traceback.format_exception_only(error))).splitlines()[0]
+    return code, lines[0]
 
 
 def _full_disk(error: BaseException | None) -> OSError | None:

@@ -9,7 +9,6 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
 
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModelOutput, Metric, Run
@@ -17,13 +16,14 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
 
-from pipeline.errors import PipelineError
-from pipeline.lineage.declaration import read_again
+from pipeline.lineage.declaration import read_again, read_lock
 from pipeline.lineage.headlines import EVAL_HEADLINES, JUDGED_BY
-from pipeline.lineage.records import recorded_outputs
+from pipeline.lineage.history import LOCK, experiment_commit
+from pipeline.lineage.runs import recorded
 from pipeline.tracking.description import flatten, input_digests
 from pipeline.tracking.fed_run import FedRun
 from pipeline.tracking.rebuild import Rebuild
+from pipeline.tracking.records import Record
 from pipeline.tracking.run_folder import read_json, write_json
 
 MD5, PATH = "checkpoint.md5", "checkpoint.path"
@@ -66,48 +66,54 @@ def judge_models(fed: FedRun) -> None:
 
 
 def _checkpoint(fed: FedRun) -> dict[str, str] | None:
-    """Registered name, path and digest of what a run made: as noted before, or as dvc.lock has it.
+    """Registered name, path and digest of what a run made, once DVC has taken these bytes over; what it once had is noted.
 
     DVC writes dvc.lock after the trainer's end. While the rebuild lives that is waited for.
     """
-    if noted := read_json(fed.folder.checkpoint):
-        return noted
+    record = Record(fed.folder)
+    made = next(({"name": name, "path": path} for path, name in _artifacts(fed).items() if path in record.outputs), None)
+    if made is None:
+        return None
+    made["md5"] = record.outputs[made["path"]]
+    if read_json(fed.folder.checkpoint) == made:
+        return made
     rebuild = Rebuild.of(fed.about.get("rebuild"))
     end, known = time.monotonic() + WAIT_S, None
     while True:
-        version = _file_version(fed.workspace / "dvc.lock")
-        if version != known and (made := _recorded(fed)):
+        at_work = rebuild is not None and rebuild.is_alive and time.monotonic() < end
+        if (state := _state_of_locks(fed)) != known and _is_recorded(fed, record):
             with suppress(OSError):  # on a full disk it is looked up again
                 write_json(fed.folder.checkpoint, made)
             return made
-        if not (rebuild and rebuild.is_alive) or time.monotonic() > end:
+        if not at_work:
             return None
-        known = version
+        known = state
         time.sleep(POLL_S)
 
 
-def _file_version(path: Path) -> tuple[int, int] | None:
+def _state_of_locks(fed: FedRun) -> str:
+    """Changes when dvc.lock or the commit of the run's experiment does: reading lock files takes a while."""
     try:
-        status = path.stat()
-    except FileNotFoundError:
-        return None
-    return status.st_mtime_ns, status.st_size
+        status = (fed.workspace / LOCK).stat()
+        written = f"{status.st_mtime_ns} {status.st_size}"
+    except FileNotFoundError:  # an isolated copy that is gone
+        written = ""
+    experiment = fed.about["tags"].get("dvc.experiment")
+    return f"{written} {experiment_commit(fed.folder.root, experiment) if experiment else ''}"
 
 
-def _recorded(fed: FedRun) -> dict[str, str] | None:
-    try:
-        params, inputs = fed.about["params"], input_digests(fed.about["tags"])
-        outputs = recorded_outputs(fed.workspace, fed.stage, fed.folder.recipe, params, inputs)
-    except PipelineError:  # DVC is writing the file
-        return None
-    made = outputs and {path: name for path, name in _artifacts(fed).items() if path in outputs}
-    return next(({"name": name, "path": path, "md5": outputs[path]} for path, name in made.items()), None) if made else None
+def _is_recorded(fed: FedRun, record: Record) -> bool:
+    """Whether DVC has taken over what the run made."""
+    locked = read_lock(fed.workspace / LOCK).get(fed.stage)
+    if locked is not None and locked.outs == record.outputs:
+        return True
+    return recorded(fed.folder.root, fed.stage, fed.about, record.outputs) is not None
 
 
 def _artifacts(fed: FedRun) -> dict[str, str]:
-    """Path -> name of the models in dvc.yaml; empty when an isolated copy is gone."""
-    file = fed.workspace / "dvc.yaml"
-    found = read_again(file).get("artifacts", {}) if file.exists() else {}
+    """Path -> name of the models in dvc.yaml: where an isolated copy is gone, in that of the workspace."""
+    file = next((path for root in (fed.workspace, fed.folder.root) if (path := root / "dvc.yaml").exists()), None)
+    found = read_again(file).get("artifacts", {}) if file else {}
     return {body["path"]: name for name, body in found.items()}
 
 

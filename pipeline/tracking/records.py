@@ -68,8 +68,8 @@ class Record:
 
     @property
     def tracking_uri(self) -> str:
-        """The store that it is fed to, without a password; empty where run.json does not say."""
-        return masked(str(self.about.get("tracking_uri", "")))
+        """The store that has it, else the one that it is to be fed to, without a password; empty where run.json does not say."""
+        return masked(str(self._note.get("tracking_uri") or self.about.get("tracking_uri", "")))
 
     @property
     def why(self) -> list[str]:
@@ -96,9 +96,19 @@ class Record:
         return is_held(self.folder.lock)
 
     @property
+    def outputs(self) -> dict[str, str]:
+        """Digest by path of what it made, as dvc.lock has it once DVC has taken that over; empty before its end."""
+        return dict(self.end.get("outputs", {}))
+
+    @property
     def mlflow_id(self) -> str | None:
         """Of its MLflow run; None when none was fed (yet)."""
-        return read_json(self.folder.feeder_note).get("run_id") or None
+        return self._note.get("run_id") or None
+
+    @property
+    def _note(self) -> dict[str, Any]:
+        """feeder.json."""
+        return read_json(self.folder.feeder_note)
 
     @cached_property
     def metrics(self) -> dict[str, Series]:
@@ -168,10 +178,10 @@ def find_runs(home: Path, names: Sequence[str]) -> list[RunFolder]:
 
 
 def is_complete(folder: RunFolder, uri: str | None = None) -> bool:
-    """Whether feeder.json says that the store (at `uri`, or the run's own) has all that the last attempt left."""
+    """Whether feeder.json says that the store at `uri`, or whichever it names, has all that the last attempt left."""
     about, noted = read_json(folder.about), read_json(folder.feeder_note)
-    asked, sent = uri or about.get("tracking_uri"), noted.get("tracking_uri")
-    return noted.get("complete") == about.get("attempt") and masked(str(sent)) == masked(str(asked))
+    asked, sent = uri or noted.get("tracking_uri"), noted.get("tracking_uri")
+    return bool(noted) and noted.get("complete") == about.get("attempt") and masked(str(sent)) == masked(str(asked))
 
 
 def _find(home: Path, name: str, folders: Sequence[RunFolder]) -> RunFolder:

@@ -9,7 +9,7 @@ Processes talk through these files alone:
 | rollouts/STEP.npz | trainer, at each step of a stage that samples | every trajectory of the step, by its key |
 | state-STEP.pt, state-STEP.json | trainer, at each save | resumable state; its checksum, and those of the files above |
 | guard.json | trainer | by check, the latest finding of `runtime.guard` |
-| exit.json | trainer, at its end | exit code, reason, time; absent while it runs and after SIGKILL |
+| exit.json | trainer, at its end | exit code, reason, time, digests of what it made; absent while it runs and after SIGKILL |
 | lock | trainer | held while it lives |
 | system.jsonl | feeder, appended | load of the machine: CPU, memory, disk, GPUs |
 | checkpoint.json | feeder | path and digest of what the run made, as DVC recorded it |

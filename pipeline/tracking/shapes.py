@@ -54,6 +54,7 @@ class _End(TypedDict, total=False):
     reason: str
     time_s: FiniteFloat
     used: dict[str, FiniteFloat]
+    outputs: dict[str, str]
 
 
 @_STRICT
