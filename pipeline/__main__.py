@@ -146,7 +146,9 @@ def gc(
     """Bound .runs, DVC's cache and MLflow's artifacts. Nothing goes that a rerun or a resume needs."""
     from pipeline.lineage.housekeeping import collect
     from pipeline.tracking.leftovers import DAY_S, Limits
+    from pipeline.tracking.store import limit_waiting
 
+    limit_waiting()
     for line in collect(Path.cwd(), Limits(keep, days * DAY_S, keep_records=not records), remove=yes):
         typer.echo(line)
 

@@ -2,16 +2,19 @@
 
 import os
 import re
+import shutil
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import chdir
+from contextlib import chdir, closing
 from pathlib import Path
 from typing import Any
 
+import fed_runs
 import pytest
 from dvc.repo import Repo
 
@@ -21,7 +24,9 @@ from pipeline.lineage.housekeeping import collect, freed_by, shown
 from pipeline.params import load_params
 from pipeline.stage import stage_run
 from pipeline.supervise import hold
-from pipeline.tracking.leftovers import DAY_S, Limits
+from pipeline.tracking.discarded import discarded
+from pipeline.tracking.leftovers import DAY_S, Limits, leftovers
+from pipeline.tracking.replay import incomplete_runs
 from pipeline.tracking.run_folder import RunFolder, read_json, write_json
 
 ROOT = Path(__file__).parents[1]
@@ -201,6 +206,101 @@ def test_a_cache_that_others_may_share_is_left_alone(root: Path, tmp_path: Path)
     assert foreign.exists()
 
 
+def share(root: Path, clone: Path, how: str) -> None:
+    """Makes the cache of `root` the clone's, too."""
+    if how == "link":
+        (clone / ".dvc" / "cache").symlink_to(root / ".dvc" / "cache")
+    else:
+        run(clone, "dvc", "cache", "dir", "--local", os.path.relpath(root / ".dvc" / "cache", clone))
+
+
+@pytest.mark.parametrize("how", ["link", "setting"])
+def test_a_cache_that_another_clone_uses_is_left_alone(root: Path, tmp_path: Path, how: str) -> None:
+    train(root, "one\n", commit=True)
+    train(root, "tried\n", commit=False)
+    train(root, "one\n", commit=False)
+    clone = tmp_path / "clone with 100% of #it"
+    run(root, "git", "clone", "-q", str(root), str(clone))
+    share(root, clone, how)
+    train(clone, "other\n", commit=True)
+    lines = list(collect(root, LIMITS, remove=True))
+    assert any(
+        line.startswith("DVC's cache") and f"left alone: {root}/.dvc/cache: {clone} uses it, too" in line for line in lines
+    )
+    shutil.rmtree(clone / "reports")
+    with chdir(clone), Repo() as repo:
+        repo.checkout()
+    assert (clone / "reports" / "a").read_text() == "other\n"
+    shutil.rmtree(clone)
+    assert not freed(list(collect(root, LIMITS, remove=True)))["DVC's cache"].startswith("0 ")
+
+
+def test_a_cache_behind_a_link_is_left_alone(root: Path, tmp_path: Path) -> None:
+    train(root, "tried\n", commit=False)
+    train(root, "one\n", commit=True)
+    elsewhere = (root / ".dvc" / "cache").rename(tmp_path / "elsewhere")
+    (root / ".dvc" / "cache").symlink_to(elsewhere)
+    before = size_of(elsewhere)
+    lines = list(collect(root, LIMITS, remove=True))
+    assert size_of(elsewhere) == before and any("lies outside of the repository" in line for line in lines)
+
+
+def test_what_a_copy_of_dvcs_own_experiments_has_made_stays(root: Path) -> None:
+    """`dvc exp run --temp`, and the queue, at work: their dvc.lock lies where nobody looks."""
+    train(root, "one\n", commit=True)
+    copy = root / ".dvc" / "tmp" / "exps" / "standalone" / "tmpabc"
+    copy.parent.mkdir(parents=True)
+    run(root, "git", "clone", "-q", str(root), str(copy))
+    share(root, copy, "setting")
+    train(copy, "other\n", commit=False)
+    assert freed(list(collect(root, LIMITS, remove=True)))["DVC's cache"] == "0 0 B"
+    shutil.rmtree(copy)
+    assert not freed(list(collect(root, LIMITS, remove=True)))["DVC's cache"].startswith("0 ")
+
+
+def test_a_recipe_whose_results_went_runs_again(root: Path) -> None:
+    train(root, "tried\n", commit=False)
+    train(root, "one\n", commit=True)
+    list(collect(root, LIMITS, remove=True))
+    runs = root / ".dvc" / "cache" / "runs"
+    assert len(list(runs.glob("*/*"))) == 2 and all(any(folder.iterdir()) for folder in runs.glob("*/*"))
+    (root / "ran.txt").unlink()
+    train(root, "tried\n", commit=False)  # a folder without entries is a TypeError to DVC
+    assert (root / "ran.txt").exists()
+    (runs / "00" / ("0" * 64)).mkdir(parents=True)  # left by a removal of old
+    list(collect(root, LIMITS, remove=True))
+    assert all(any(folder.iterdir()) for folder in runs.glob("*/*"))
+
+
+@pytest.mark.parametrize("how", ["no git", "dubious ownership", "damaged"])
+def test_where_git_fails_nothing_goes(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    train(root, "one\n", commit=True)
+    run(root, "git", "checkout", "-q", "-b", "side")
+    train(root, "two\n", commit=True)
+    run(root, "git", "checkout", "-q", "-")
+    before = size_of(root / ".dvc" / "cache")
+    if how == "no git":
+        monkeypatch.setenv("PATH", str(tmp_path))
+    elif how == "dubious ownership":
+        monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    else:
+        (root / ".git" / "HEAD").unlink()
+    with pytest.raises(PipelineError):
+        list(collect(root, LIMITS, remove=True))
+    assert size_of(root / ".dvc" / "cache") == before
+
+
+def test_a_damaged_list_of_a_folders_files_is_one_line_and_nothing_goes(root: Path) -> None:
+    train(root, "one\n", commit=True)
+    (listing,) = (root / ".dvc" / "cache" / "files").rglob("*.dir")
+    listing.chmod(0o644)
+    listing.write_text("[{")
+    before = size_of(root / ".dvc" / "cache")
+    with pytest.raises(PipelineError, match=f"{listing}: damaged, .*remove it, then"):
+        list(collect(root, LIMITS, remove=True))
+    assert size_of(root / ".dvc" / "cache") == before
+
+
 def test_a_copy_that_came_into_use_since_the_listing_keeps_its_objects(root: Path) -> None:
     train(root, "one\n", commit=True)
     copy = root / ".runs" / "experiments" / "lr" / "workspace"
@@ -229,6 +329,13 @@ def test_a_cache_at_work_is_one_line(root: Path) -> None:
 # Runs
 
 
+@pytest.fixture
+def believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow has what feeder.json says; that it is asked is tested below."""
+    answer = lambda _, folder, **__: None if read_json(folder.feeder_note).get("complete") else "not there"  # noqa: E731
+    monkeypatch.setattr("pipeline.tracking.proof.Stores.fault", answer)
+
+
 def record(root: Path, stage: str, key: str, number: int, *, code: int | None, age_days: float) -> RunFolder:
     """A run whose files were last touched so long ago."""
     folder = RunFolder(root / ".runs" / stage / key / str(number))
@@ -251,7 +358,7 @@ def names(folder: RunFolder) -> set[str]:
     return {path.name for path in folder.path.iterdir()} if folder.path.exists() else set()
 
 
-def test_runs_are_bounded_and_records_stay(root: Path) -> None:
+def test_runs_are_bounded_and_records_stay(root: Path, believed: None) -> None:
     train(root, "one\n", commit=True)
     newest, old, unsent = (record(root, "grpo", "a", number, code=0, age_days=age) for number, age in ((3, 1), (2, 2), (1, 3)))
     write_json(unsent.feeder_note, {"run_id": "r", "complete": None})
@@ -293,7 +400,8 @@ def test_runs_are_bounded_and_records_stay(root: Path) -> None:
     assert [path.exists() for path in caches] == [False, True, False, False]
     assert not list((root / ".runs" / ".gc").iterdir())
     again = list(collect(root, Limits(1, 0.0, keep_records=False), remove=True))
-    assert freed(again)["finished runs"].startswith("2 ") and names(newest) and not names(old) | names(unsent)
+    assert freed(again)["finished runs"].startswith("1 ") and names(newest) and not names(old)
+    assert names(unsent) and any("kept, not proven: .runs/grpo/a/1: not there" in line for line in again)
 
 
 def test_saves_that_stay_go_when_the_rollouts_do(root: Path) -> None:
@@ -459,9 +567,9 @@ def test_deleted_mlflow_runs_go_with_their_artifacts_and_others_stay(root: Path,
     announced = list(collect(root, LIMITS, remove=False))
     before = size_of(root / "mlartifacts")
     list(collect(root, LIMITS, remove=True))
-    assert freed(announced)["artifacts without a run"] == "1 5 B"
+    assert freed(announced)["artifacts without a run"] == "0 0 B"
     assert freed(announced)["total"] == shown(before - size_of(root / "mlartifacts"))
-    assert sorted(path.name for path in (root / "mlartifacts").iterdir()) == sorted([kept, "models"])
+    assert sorted(path.name for path in (root / "mlartifacts").iterdir()) == sorted([kept, "models", orphan.parents[1].name])
     assert [run.info.run_id for run in client.search_runs([experiment_id], "", 3)] == [kept]  # 3: in any state
 
     # Another store in a file has its artifacts in the same folder.
@@ -474,7 +582,9 @@ def test_deleted_mlflow_runs_go_with_their_artifacts_and_others_stay(root: Path,
     for uri in (tracking_uri(root), other):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
         list(collect(root, LIMITS, remove=True))
-        assert sorted(path.name for path in (root / "mlartifacts").iterdir()) == sorted([kept, there, "models"])
+        assert sorted(path.name for path in (root / "mlartifacts").iterdir()) == sorted(
+            [kept, there, "models", orphan.parents[1].name]
+        )
 
 
 def test_a_store_that_cannot_be_read_is_one_line(root: Path) -> None:
@@ -519,3 +629,85 @@ def test_the_command_removes_only_when_told(root: Path) -> None:
     assert folder.state(3).exists()
     assert gc("--yes").endswith("removed")
     assert not folder.state(3).exists() and read_json(folder.exit)["code"] == 0
+
+
+@pytest.fixture(scope="module")
+def fed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A workspace with two finished runs, of which an MLflow store of its own has everything; a new store takes seconds."""
+    root = tmp_path_factory.mktemp("fed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        fed_runs.make_workspace(root)
+        folders = [fed_runs.train(root, lr=lr) for lr in (1e-4, 2e-4)]
+        fed_runs.feed(*folders)
+    return root
+
+
+def test_samples_go_only_when_the_store_has_them_at_that_moment(fed: Path) -> None:
+    """The notes say that it has, whatever became of it."""
+    (old,) = leftovers_of(fed)
+    samples, store = old.samples.read_bytes(), fed / "mlflow.db"
+    (table, *_) = sorted((fed / "mlartifacts" / read_json(old.feeder_note)["run_id"] / "artifacts" / "samples").iterdir())
+
+    def refused(why: str) -> None:
+        found = next(each for each in leftovers(fed, LIMITS) if each.what.startswith("samples and logs"))
+        assert found.paths == [] and why in found.why
+
+    kept, whole = store.rename(fed / "elsewhere.db"), table.read_bytes()
+    refused("mlflow.db: no such file")
+    kept.rename(store)
+    table.unlink()
+    refused("MLflow lacks samples up to step 47")
+    table.write_bytes(whole.replace(b"no tool", b"no toll", 1))
+    refused(f"MLflow has other samples in samples/{table.name}")
+    table.write_bytes(whole)
+    old.samples.write_bytes(samples + samples.splitlines(keepends=True)[-1])
+    refused("MLflow lacks samples")
+    old.samples.write_bytes(samples)
+    for each in leftovers(fed, LIMITS):
+        if each.what.startswith("samples and logs"):
+            each.remove()
+    assert not old.samples.exists() and read_json(old.gone)["step"] == 47
+    assert incomplete_runs(fed, None) == []
+    table.unlink()
+    assert incomplete_runs(fed, None) == [old]
+    with pytest.raises(PipelineError, match="not complete in .*, which `pipeline gc` has removed here"):
+        fed_runs.feed(old)
+
+
+def leftovers_of(root: Path) -> list[RunFolder]:
+    found = next(each for each in leftovers(root, LIMITS) if each.what.startswith("samples and logs"))
+    return [RunFolder(path) for path in dict.fromkeys(path.parent for path in found.paths)]
+
+
+def test_a_clones_runs_in_the_same_store_are_its_own(fed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever of the two gives the command, whatever store its environment names."""
+    from pipeline.tracking.store import open_store, own_store
+
+    client, experiment_id = open_store(own_store(fed), fed)
+    foreign = client.create_run(experiment_id, tags={"run.folder": str(tmp_path / "clone/.runs/grpo/a/1")}).info.run_id
+    client.log_dict(foreign, {"a": 1}, "params.json")
+    client.delete_run(foreign)
+    orphan = fed / "mlartifacts" / ("0" * 32)  # of a run in a store that is not there
+    orphan.mkdir()
+    for found in discarded(fed, own_store(fed)):
+        assert found.paths == [] and "kept" in found.why
+        found.remove()
+    assert orphan.exists() and (fed / "mlartifacts" / foreign).exists()
+    assert discarded(tmp_path, own_store(fed)) == []
+
+
+def test_a_store_of_another_version_is_one_line_with_the_remedy(fed: Path, tmp_path: Path) -> None:
+    from mlflow.exceptions import MlflowException
+
+    from pipeline.tracking.store import open_store
+
+    newer, older = "a newer MLflow; use that version", "an older MLflow; .*mlflow db upgrade"
+    for revision, remedy in (("ffffffffffff", newer), ("451aebb31d03", older)):
+        file = tmp_path / f"{revision}.db"
+        with closing(sqlite3.connect(fed / "mlflow.db")) as store, closing(sqlite3.connect(file)) as copy:
+            store.backup(copy)
+            copy.execute("UPDATE alembic_version SET version_num = ?", (revision,))
+            copy.commit()
+        with pytest.raises(MlflowException, match=f"^made by {remedy}"):
+            open_store(f"sqlite:///{file}", tmp_path)

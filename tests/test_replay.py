@@ -17,6 +17,7 @@ from mlflow.exceptions import MlflowException
 
 from pipeline.errors import ParamsError, PipelineError
 from pipeline.supervise import hold
+from pipeline.tracking import proof
 from pipeline.tracking import sender as sending
 from pipeline.tracking.records import find_runs, is_complete
 from pipeline.tracking.replay import incomplete_runs, send_missing
@@ -161,6 +162,7 @@ def project(store: Store) -> Iterator[RunFolder]:
     """A run folder in a fresh repository whose store is the fake one; durability costs time and is tested elsewhere."""
     with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sending, "open_store", lambda uri, root: store.interrupt(lambda: (store, "1")))
+        patch.setattr(proof, "open_existing", lambda uri, root: (store, "1"))
         patch.setattr(sending, "write_json", lambda *arguments: store.interrupt(lambda: write_json(*arguments)))
         patch.setattr(sending, "MAX_METRICS", 3)
         patch.setattr(os, "fsync", lambda descriptor: None)
@@ -264,6 +266,7 @@ def test_a_run_is_named_by_folder_stage_or_mlflow_id(ended: RunFolder) -> None:
     newer = RunFolder(ended.path.with_name("2"))
     Trainer(newer).start()
     os.utime(ended.about, (1, 1))
+    list(send_missing([ended], None))
     write_json(ended.feeder_note, {"run_id": "abc", "tracking_uri": URI, "complete": 1})
     assert find_runs(ended.root, ["grpo", "abc", str(ended.path), str(ended.path.relative_to(ended.root))]) == [
         newer,
@@ -275,6 +278,32 @@ def test_a_run_is_named_by_folder_stage_or_mlflow_id(ended: RunFolder) -> None:
     assert incomplete_runs(ended.root, "other:") == [ended, newer]
     with pytest.raises(ParamsError, match="grop: no run folder, no stage"):
         find_runs(ended.root, ["grop"])
+
+
+def test_a_store_that_was_lost_or_restored_in_part_is_asked_and_gets_what_it_lacks() -> None:
+    """feeder.json says "complete" all the while."""
+    store = Store()
+    with project(store) as folder:
+        trainer = Trainer(folder)
+        trainer.start()
+        trainer.train(9, save=True)
+        trainer.end(0)
+        list(send_missing([folder], None))
+        tables = sorted(name for name in store.kept().artifacts if name.startswith("samples/"))
+        assert incomplete_runs(folder.root, None) == [] and len(tables) > 2
+        del store.kept().artifacts[tables[1]]
+        assert incomplete_runs(folder.root, None) == [folder]
+        list(send_missing([folder], None))
+        assert received(store.kept()) == expected(folder) and incomplete_runs(folder.root, None) == []
+        store.kept().metrics.pop()
+        assert incomplete_runs(folder.root, None) == [folder]
+        store.runs.clear()
+        assert incomplete_runs(folder.root, None) == [folder]
+        write_json(folder.gone, {"step": 9, "tracking_uri": URI})
+        folder.samples.unlink()
+        with pytest.raises(PipelineError, match="not complete in .*: MLflow lacks samples up to step 9, which `pipeline gc` has"):
+            list(send_missing([folder], None))
+        assert not is_complete(folder)
 
 
 def test_what_is_still_sent_or_trained_is_refused_and_the_rest_goes(ended: RunFolder) -> None:

@@ -9,12 +9,14 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from configparser import ConfigParser, Error
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pipeline.errors import PipelineError
 from pipeline.lineage.code_hash import syntax_hash, without_strings
 from pipeline.lineage.declaration import read_lock
-from pipeline.lineage.git import git
+from pipeline.lineage.git import git, text_at
 from pipeline.lineage.history import flat_params
 from pipeline.lineage.overrides import shown
 from pipeline.lineage.rows import changed_rows
@@ -95,13 +97,15 @@ def code_causes(root: Path, before: str, after: Mapping[str, str]) -> Iterator[s
         elif name not in after:
             yield f"{name} is no longer used"
         elif old[name] != after[name]:
-            names = _changed_names(root, name, old[name])
+            names: list[str] = []
+            with suppress(PipelineError):  # git fails: then the module alone is named
+                names = _changed_names(root, name, old[name])
             yield f"{name} changed" + (f": {', '.join(names)}" if names else "")
 
 
 def cache_folder(root: Path) -> Path:
     """DVC's cache, as the repository's configuration says."""
-    config = ConfigParser()
+    config = ConfigParser(interpolation=None)  # a folder may have a % in its name
     try:
         config.read([root / ".dvc/config", root / ".dvc/config.local"], encoding="utf-8")
     except (Error, ValueError):  # DVC itself will complain
@@ -115,7 +119,7 @@ def cached_file(root: Path, digest: str) -> Path:
 
 
 def _changed_names(root: Path, module: str, old_hash: str) -> list[str]:
-    """The functions, classes and constants of a module that changed since its version of a hash; none where git lacks that."""
+    """The functions, classes and constants of a module that changed since its version of a hash; none where that is not known."""
     base = root.joinpath(*module.split("."))
     path = base.with_suffix(".py") if base.with_suffix(".py").is_file() else base / "__init__.py"
     if not path.is_file():  # a file that is no module
@@ -123,7 +127,7 @@ def _changed_names(root: Path, module: str, old_hash: str) -> list[str]:
     where = path.relative_to(root).as_posix()
     for commit in git(root, "log", "--all", f"--max-count={MAX_VERSIONS}", "--format=%H", "--", where).splitlines():
         try:
-            old = ast.parse(git(root, "show", f"{commit}:./{where}"))
+            old = ast.parse(text_at(root, commit, where) or "")
         except SyntaxError:
             continue
         if syntax_hash(old) == old_hash:  # removes its docstrings

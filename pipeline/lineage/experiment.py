@@ -86,11 +86,11 @@ class Experiment:
         """
         _git(self.workspace, "add", "--all")
         tree = _git(self.workspace, "write-tree")
-        if tree == _git(self.root, "rev-parse", "--quiet", "--verify", f"{self.ref}^{{tree}}", allow_failure=True):
+        if tree == _git(self.root, "rev-parse", "--quiet", "--verify", f"{self.ref}^{{tree}}", allow_no=True):
             return
         author: list[str] = []
         for key, nobody in (("user.name", "minimind"), ("user.email", "minimind@localhost")):
-            author += ["-c", f"{key}={_git(self.root, 'config', key, allow_failure=True) or nobody}"]
+            author += ["-c", f"{key}={_git(self.root, 'config', key, allow_no=True) or nobody}"]
         message = f"experiment {self.name}: {self}"
         commit = _git(self.workspace, *author, "commit-tree", tree, "-p", self.baseline, "-m", message)
         _git(self.workspace, "update-ref", self.ref, commit)
@@ -177,7 +177,7 @@ def _make_copy(experiment: Experiment) -> None:
     # Objects are borrowed: a clone that links or copies them fails when another process writes some at that moment.
     _git(root, "clone", "--quiet", "--shared", "--no-checkout", str(root), str(copy))
     _git(copy, "checkout", "--quiet", "--detach", experiment.baseline)
-    if _git(root, "rev-parse", "--quiet", "--verify", experiment.ref, allow_failure=True):
+    if _git(root, "rev-parse", "--quiet", "--verify", experiment.ref, allow_no=True):
         _git(copy, "fetch", "--quiet", "--no-tags", str(root), experiment.ref)
         _git(copy, "read-tree", "--reset", "-u", "FETCH_HEAD")
     else:
@@ -208,5 +208,5 @@ def _take_over(source: Path, target: Path) -> None:
         shutil.copy2(source, target, follow_symlinks=False)
 
 
-def _git(root: Path, *arguments: str, allow_failure: bool = False) -> str:
-    return output_of(root, "git", *arguments, allow_failure=allow_failure)
+def _git(root: Path, *arguments: str, allow_no: bool = False) -> str:
+    return output_of(root, "git", *arguments, allow_no=allow_no)

@@ -16,7 +16,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from pipeline.errors import DataError
-from pipeline.lineage.git import git
+from pipeline.lineage.git import git, text_at
 
 LOCK = "dvc.lock"
 CODE = "data/code/"
@@ -113,7 +113,7 @@ def locks_with(root: Path, digest: str, *, read: bool = False) -> Iterator[Lock]
     # -S: the commits in which the number of occurrences changes, so those that bring a digest and those that drop it.
     for line in git(root, "log", "--all", "--format=%H %cI", f"-S{digest}", "--", LOCK).splitlines():
         commit, _, time = line.partition(" ")
-        text = git(root, "show", f"{commit}:./{LOCK}")
+        text = text_at(root, commit, LOCK) or ""
         if digest in text:
             with suppress(DataError):  # somebody committed a conflict: other commits may know, too
                 yield from _if_named(Lock(commit, time, _stages(text, commit)), digest, read)
@@ -161,7 +161,7 @@ def file_at(root: Path, commit: str | None, path: str) -> str | None:
     """A tracked file's text in a commit (None: in the workspace); None where there is no such file."""
     if commit is None:
         return (root / path).read_text(encoding="utf-8", errors="replace") if (root / path).is_file() else None
-    return git(root, "show", f"{commit}:./{path}") or None
+    return text_at(root, commit, path)
 
 
 def _stages(lock: str, source: str) -> dict[str, Made]:

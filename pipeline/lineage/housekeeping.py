@@ -8,7 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipeline.errors import ParamsError, PipelineError
-from pipeline.lineage.cache import remove_unused, unused_in_cache
+from pipeline.lineage.cache import remove_unused, unused_in_cache, why_left_alone
+from pipeline.lineage.cache_users import COPIES
 from pipeline.tracking.discarded import discarded
 from pipeline.tracking.leftovers import Leftover, Limits, leftovers
 from pipeline.tracking.store import tracking_uri
@@ -47,17 +48,19 @@ def _all(root: Path, limits: Limits) -> Iterator[Leftover]:
     gone = {path for leftover in found for path in leftover.paths}
     yield from found
     yield from discarded(root, tracking_uri(root))
+    copies = _copies(root)
+    shared = why_left_alone(root)
     yield Leftover(
         "DVC's cache",
-        "in no commit, tag, branch, stash, experiment or workspace; one that lies elsewhere is left alone",
-        unused_in_cache(root, [copy for copy in _copies(root) if copy.parent not in gone]),
+        f"left alone: {shared}" if shared else "in no commit, branch, stash, reflog, experiment or workspace",
+        [] if shared else unused_in_cache(root, [copy for copy in copies if copy.parent not in gone]),
         lambda: remove_unused(root, _copies(root)),  # those that are there then: one may have come, or come into use again
     )
 
 
 def _copies(root: Path) -> list[Path]:
-    """Workspaces of experiments, which share DVC's cache."""
-    return [path.parent for path in (root / ".runs" / "experiments").glob("*/workspace/.dvc")]
+    """Workspaces of experiments, which share DVC's cache: ours, and those of `dvc exp run` with --temp or from the queue."""
+    return [path.parent for folder in COPIES for depth in ("*", "*/*") for path in (root / folder).glob(f"{depth}/.dvc")]
 
 
 def freed_by(paths: list[Path], links: Counter[tuple[int, int]]) -> int:

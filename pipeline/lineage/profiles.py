@@ -1,10 +1,10 @@
 """Profiles: complete parameter files that `python -m pipeline use` copies to `params.yaml`."""
 
 import difflib
-import subprocess
 from pathlib import Path
 
 from pipeline.errors import ParamsError
+from pipeline.lineage.git import bytes_at
 from pipeline.params import parse_params
 from pipeline.yaml_files import read_yaml
 
@@ -43,10 +43,5 @@ def use_profile(name: str, root: Path, *, force: bool = False) -> None:
 
 
 def _is_kept_elsewhere(target: Path, profiles: list[Path]) -> bool:
-    return target.read_bytes() in [_committed(target.parent), *(path.read_bytes() for path in profiles)]
-
-
-def _committed(root: Path) -> bytes | None:
-    """HEAD's `params.yaml`; None outside git or where HEAD has none."""
-    shown = subprocess.run(["git", "show", "HEAD:./params.yaml"], cwd=root, capture_output=True, check=False)
-    return shown.stdout if shown.returncode == 0 else None
+    held = target.read_bytes()
+    return held in [path.read_bytes() for path in profiles] or held == bytes_at(target.parent, "HEAD", target.name)

@@ -2,14 +2,17 @@
 
 import os
 import platform
-import subprocess
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from pipeline.errors import PipelineError
+from pipeline.lineage.git import git
 from pipeline.tracking.rebuild import EXPERIMENT, Rebuild
 
+GIT_S = 20.0
+"""How long the start of a run waits for git."""
 LIBRARIES = ("torch", "transformers", "tokenizers")
 _OTHER_DVC = ("dvc.stage", "dvc.experiment")
 # Stages rewrite these tracked files themselves; they say nothing about the code that runs.
@@ -38,11 +41,17 @@ def run_tags(root: Path, stage: str, key: str, digests: Mapping[str, str]) -> di
     tags |= {f"dvc.{path}": value for path, value in digests.items()}
     if experiment := os.environ.get(EXPERIMENT):
         tags["dvc.experiment"] = experiment
-    commit = _git(root, "rev-parse", "HEAD")
-    if commit is not None:
-        changes = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", *_WRITTEN_BY_STAGES)
-        tags |= {"git.commit": commit, "git.dirty": str(bool(changes)).lower()}
-    return tags
+    return tags | _git_tags(root)
+
+
+def _git_tags(root: Path) -> dict[str, str]:
+    """Commit and state of the tree; where git fails, which may not cost a run, why they are unknown; nothing without commits."""
+    try:
+        commit = git(root, "rev-parse", "--quiet", "--verify", "HEAD", allow_no=True, timeout_s=GIT_S).strip()
+        changes = git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", *_WRITTEN_BY_STAGES, timeout_s=GIT_S)
+    except PipelineError as error:
+        return {"git.unknown": str(error)}
+    return {"git.commit": commit, "git.dirty": str(bool(changes)).lower()} if commit else {}
 
 
 def input_digests(tags: Mapping[str, str]) -> dict[str, str]:
@@ -58,14 +67,6 @@ def circumstances(root: Path) -> dict[str, Any]:
         "rebuild": rebuild.note() if rebuild else None,
         "params_file": params_file.read_text(encoding="utf-8") if params_file.exists() else None,
     }
-
-
-def _git(root: Path, *arguments: str) -> str | None:
-    try:
-        result = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return result.stdout.strip()
 
 
 def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

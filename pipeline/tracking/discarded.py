@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from pipeline.errors import PipelineError
 from pipeline.tracking.leftovers import Leftover, remove_paths
-from pipeline.tracking.run_folder import read_json
 from pipeline.tracking.store import SQLITE, artifact_folder, open_store, own_store
 
 if TYPE_CHECKING:
@@ -21,7 +20,9 @@ _RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 
 def discarded(root: Path, uri: str) -> list[Leftover]:
-    """Deleted runs, and artifacts of runs that the repository's own store does not know. A server's is its owner's to clean.
+    """Runs of this workspace that were deleted in its own store. Other stores are their owners' to clean.
+
+    Artifacts of which the store knows no run are named alone: they may be another store's, which is lost or away, or a clone's.
 
     Args:
         root: the repository.
@@ -30,7 +31,7 @@ def discarded(root: Path, uri: str) -> list[Leftover]:
     Raises:
         PipelineError: the store cannot be read.
     """
-    if not uri.startswith(SQLITE) or not Path(uri.removeprefix(SQLITE)).exists():
+    if uri != own_store(root) or not Path(uri.removeprefix(SQLITE)).exists():
         return []
     from pipeline.tracking.sender import TRACKER_FAULTS  # imports MLflow
 
@@ -41,20 +42,23 @@ def discarded(root: Path, uri: str) -> list[Leftover]:
         known = {run.info.run_id: run for run in _runs(uri, root)}
     except TRACKER_FAULTS as error:
         raise PipelineError(f"{uri}: cannot be read: {str(error).splitlines()[0]}; move it away, or mend it") from None
-    deleted = [run_id for run_id, run in known.items() if run.info.lifecycle_stage == "deleted"]
+    gone = [run for run in known.values() if run.info.lifecycle_stage == "deleted"]
+    deleted = [run.info.run_id for run in gone if _is_own(run, root)]
+    others = f"; {len(gone) - len(deleted)} kept, another workspace's" if len(gone) > len(deleted) else ""
     artifacts = [folder / run_id for run_id in deleted]
-    kept = known.keys() | _elsewhere(root, uri)
-    orphans = [path for path in there if path.name not in kept] if uri == own_store(root) else []
+    orphans = [path.name for path in there if path.name not in known]
+    unknown = f"; kept: {folder / orphans[0]} and {len(orphans) - 1} more" if orphans else ""
+    why = f"deleted in MLflow; their artifacts{others}"
     return [
-        Leftover("deleted MLflow runs", "deleted in MLflow; their artifacts", artifacts, lambda: _purge(uri, deleted, artifacts)),
-        Leftover("artifacts without a run", "MLflow knows no such run", orphans, lambda: remove_paths(orphans)),
+        Leftover("deleted MLflow runs", why, artifacts, lambda: _purge(uri, deleted, artifacts)),
+        Leftover("artifacts without a run", f"another store may know them{unknown}", [], lambda: None),
     ]
 
 
-def _elsewhere(root: Path, uri: str) -> set[str]:
-    """Runs in other stores: one in a file anywhere (MLFLOW_TRACKING_URI) has its artifacts here, too."""
-    noted = [read_json(path) for path in (root / ".runs").glob("*/*/*/feeder.json")]
-    return {note["run_id"] for note in noted if "run_id" in note and note.get("tracking_uri") != uri}
+def _is_own(run: "Run", root: Path) -> bool:
+    """Whether it was not fed from another workspace, such as a clone with the same store."""
+    fed_from = run.data.tags.get("run.folder")
+    return fed_from is None or Path(fed_from).is_relative_to(root.resolve())
 
 
 def _runs(uri: str, root: Path) -> Iterator["Run"]:

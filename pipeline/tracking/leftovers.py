@@ -16,8 +16,9 @@ from pipeline.errors import HeldError
 from pipeline.lineage.declaration import Locked, read_lock
 from pipeline.supervise import hold, is_held
 from pipeline.tracking.records import last_changed
-from pipeline.tracking.run_folder import RunFolder, read_json, run_key
+from pipeline.tracking.run_folder import RunFolder, read_json, run_key, write_json
 from pipeline.tracking.saves import stays
+from pipeline.tracking.shapes import read_samples
 
 DAY_S = 86400.0
 KEEP_DAYS = 14.0
@@ -75,13 +76,14 @@ def leftovers(root: Path, limits: Limits) -> list[Leftover]:
         _folders(runs, "abandoned runs", f"unfinished, {days}, not the newest of its stage", unfinished, _is_abandoned(limits)),
         _folders(runs, "experiments' copies", f"{days}, no process holds them", copies, lambda path: _is_old(path, limits.age_s)),
     ]
+    elsewhere, kept = _proven(root, surplus)
     if limits.keep_records:
-        found.append(_files("samples and logs of finished runs", f"{beyond}; MLflow has them", _bulk(surplus)))
+        found.append(_bulk(elsewhere, f"{beyond}; MLflow has them{kept}"))
         paths = [folder.rollouts for folder in surplus if folder.rollouts.is_dir()]
         found.append(_files("rollouts of finished runs", f"{beyond}; their steps cannot be replayed then", paths))
     else:
-        whole = [folder.path for folder in surplus]
-        found.append(_folders(runs, "finished runs", beyond, whole, lambda path: _is_finished(RunFolder(path))))
+        whole = [folder.path for folder in elsewhere]
+        found.append(_folders(runs, "finished runs", beyond + kept, whole, lambda path: _is_finished(RunFolder(path))))
     trash = list((runs / ".gc").glob("*"))
     return [*found, Leftover("removed before", "an earlier gc was interrupted", trash, lambda: remove_paths(trash))]
 
@@ -157,14 +159,37 @@ def _is_recorded(folder: RunFolder, locks: Sequence[Mapping[str, Locked]]) -> bo
     return False
 
 
-def _bulk(surplus: Iterable[RunFolder]) -> list[Path]:
+def _proven(root: Path, surplus: Sequence[RunFolder]) -> tuple[list[RunFolder], str]:
+    """The runs whose metrics and samples an MLflow store has at this moment; and a word on those of which it is not proven."""
+    if not surplus:
+        return [], ""
+    from pipeline.tracking.proof import Stores  # imports MLflow
+
+    stores = Stores(root)
+    faults = {folder: stores.fault(folder, content=True) for folder in surplus}
+    kept = [f"{folder.path.relative_to(root)}: {fault}" for folder, fault in faults.items() if fault]
+    more = f", and {len(kept) - 1} more" if len(kept) > 1 else ""
+    return [folder for folder, fault in faults.items() if fault is None], f"; kept, not proven: {kept[0]}{more}" if kept else ""
+
+
+def _bulk(elsewhere: Iterable[RunFolder], why: str) -> Leftover:
     """Samples and load of runs that an MLflow store has wholly, and feeders' logs."""
-    found = []
-    for folder in surplus:
-        noted, about = read_json(folder.feeder_note), read_json(folder.about)
-        if "attempt" in about and noted.get("complete") == about["attempt"]:
-            found += [path for path in (folder.samples, folder.system, folder.feeder_log) if path.exists()]
-    return found
+    found = {
+        folder: [path for path in (folder.samples, folder.system, folder.feeder_log) if path.exists()] for folder in elsewhere
+    }
+
+    def remove() -> None:
+        for folder, paths in found.items():
+            with suppress(HeldError), ExitStack() as stack:
+                for lock in _locks(folder.path):
+                    stack.enter_context(hold(lock, wait=False))
+                steps = [row["step"] for row in read_samples(folder.samples)]
+                if steps:
+                    store = read_json(folder.feeder_note).get("tracking_uri", "")
+                    write_json(folder.gone, {"step": steps[-1], "tracking_uri": store})
+                remove_paths(paths)
+
+    return Leftover("samples and logs of finished runs", why, [path for of_run in found.values() for path in of_run], remove)
 
 
 def _caches(runs: Path, age_s: float) -> list[Path]:

@@ -6,8 +6,9 @@ from pathlib import Path
 from pipeline.errors import HeldError, PipelineError
 from pipeline.masking import masked
 from pipeline.supervise import hold, is_held
+from pipeline.tracking.proof import Stores, lacking
 from pipeline.tracking.records import all_runs, is_complete
-from pipeline.tracking.run_folder import RunFolder
+from pipeline.tracking.run_folder import RunFolder, read_json
 from pipeline.tracking.sender import TRACKER_FAULTS, Sender
 
 
@@ -39,17 +40,20 @@ def _send(folder: RunFolder, uri: str | None) -> str:
         sender = Sender(folder, uri)
         try:
             sender.send(final=True)
-            status = sender.close(complete=True)
+            missing = lacking(*sender.store(), folder, content=False) if read_json(folder.gone) else None
+            status = sender.close(complete=missing is None)
         except TRACKER_FAULTS as error:
             said = str(error).partition("\n")[0]
             raise PipelineError(
                 f"{name}: {sender.uri}: failed after {sender.points} points: {said}; mend it and replay again"
             ) from error
-    return f"{name}: sent {sender.points} points and {sender.rows} samples; {status}, complete in {masked(sender.uri)}"
-
-    pass
+    sent = f"{name}: sent {sender.points} points and {sender.rows} samples"
+    if missing:
+        raise PipelineError(f"{sent}; not complete in {masked(sender.uri)}: {missing}")
+    return f"{sent}; {status}, complete in {masked(sender.uri)}"
 
 
 def incomplete_runs(root: Path, uri: str | None) -> list[RunFolder]:
-    """Runs that have ended and that the store has not wholly, as far as their feeder.json knows."""
-    return [folder for folder in all_runs(root) if not is_complete(folder, uri) and not is_held(folder.lock)]
+    """Runs that have ended and that the store has not wholly, which it is asked for."""
+    stores, ended = Stores(root), (folder for folder in all_runs(root) if not is_held(folder.lock))
+    return [each for each in ended if not is_complete(each, uri) or stores.fault(each, content=False, uri=uri)]

@@ -13,6 +13,7 @@ Processes talk through these files alone:
 | lock | trainer | held while it lives |
 | system.jsonl | feeder, appended | load of the machine: CPU, memory, disk, GPUs |
 | checkpoint.json | feeder | path and digest of what the run made, as DVC recorded it |
+| gone.json | `pipeline gc` | up to which step it has removed samples, and the store that had them |
 | feeder.json, feeder.lock, feeder.log | feeder, replay | the MLflow run, and whether it has everything |
 """
 
@@ -31,7 +32,7 @@ from pipeline.errors import PipelineError
 from pipeline.tracking.shapes import fault_of_object, loads
 
 _OURS = re.compile(
-    r"(run|exit|guard|feeder|checkpoint)\.json(\.tmp)?|(metrics|samples|system)\.jsonl|state-.*\.tmp|(feeder\.)?lock|feeder\.log"
+    r"(run|exit|guard|feeder|checkpoint|gone)\.json(\.tmp)?|(metrics|samples|system)\.jsonl|state-.*\.tmp|(feeder\.)?lock|feeder\.log"
 )
 _NUMBER = re.compile(r"[1-9][0-9]*")
 _STATE = re.compile(r"state-(\d{8})\.json")
@@ -80,6 +81,10 @@ class RunFolder:
     @property
     def guard(self) -> Path:
         return self.path / "guard.json"
+
+    @property
+    def gone(self) -> Path:
+        return self.path / "gone.json"
 
     @property
     def exit(self) -> Path:

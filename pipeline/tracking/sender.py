@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from sqlite3 import Error as SqliteError
 from typing import Any
@@ -138,7 +138,7 @@ class Sender:
         Raises:
             TRACKER_FAULTS: the run is not closed, or MLflow has not what it said that it had received.
         """
-        client, experiment_id = self._store()
+        client, experiment_id = self.store()
         run = self._find(client, experiment_id) or self._create(client, experiment_id)
         exited = read_json(self._folder.exit)
         code = exited.get("code")
@@ -153,7 +153,7 @@ class Sender:
 
     def _check(self, run: Run | None, status: str) -> None:
         arrived, self._arrived = self._arrived, None
-        if not run or not arrived or run.info.status != status or _last_steps(run) != arrived.steps:
+        if not run or not arrived or run.info.status != status or last_steps(run) != arrived.steps:
             raise MlflowException(f"{masked(self.uri)} lacks what it has confirmed")
 
     def _follow_attempt(self) -> None:
@@ -168,19 +168,20 @@ class Sender:
         Raises:
             TRACKER_FAULTS: it is as it was.
         """
-        client, experiment_id = self._store()
+        client, experiment_id = self.store()
         if run := self._find(client, experiment_id):
             leave(self._fed(client, experiment_id, run))
 
     def _fed(self, client: MlflowClient, experiment_id: str, run: Run) -> FedRun:
         return FedRun(client, experiment_id, run, self._folder, self._about)
 
-    def _store(self) -> tuple[MlflowClient, str]:
+    def store(self) -> tuple[MlflowClient, str]:
+        """A client of the store that receives, and the id of the experiment there."""
         return open_store(self.uri, self._folder.root)
 
     def _open(self, *, final: bool) -> Arrived:
         """The MLflow run, made when it is new, with params and tags, and what it holds."""
-        client, experiment_id = self._store()
+        client, experiment_id = self.store()
         run = self._find(client, experiment_id) or self._create(client, experiment_id)
         run_id = run.info.run_id
         self._write_note(run_id, None)
@@ -192,7 +193,9 @@ class Sender:
         there = sorted(file.path for file in client.list_artifacts(run_id, SAMPLES))
         self._metrics_read = self._system_read = self._samples_read = self._samples_before = 0
         self._samples_seen = -1
-        return Arrived(client, run_id, _last_steps(run), tables, [path for path in there if path not in tables])
+        # Of a store that was restored without all of its artifacts, tables behind the first one that is not there count as torn.
+        whole = list(takewhile(lambda path: path in there, tables))
+        return Arrived(client, run_id, last_steps(run), whole, [path for path in there if path not in whole])
 
     def _find(self, client: MlflowClient, experiment_id: str) -> Run | None:
         """This run in MLflow. A request to make it that a hung server answers late makes one more, which stays empty and goes."""
@@ -246,12 +249,12 @@ class Sender:
     def _send_samples(self, arrived: Arrived, end: int, final: bool) -> None:
         """Sends rows as tables that are named by their last step; those in flight get the rows that they were to have."""
         new = list(read_samples(self._folder.samples, self._samples_read, end))
-        last = _step(arrived.tables[-1]) if arrived.tables else -1
+        last = table_step(arrived.tables[-1]) if arrived.tables else -1
         rows = [row for row in new if row["step"] > last]
         before = self._samples_before + len(new) - len(rows)
-        while arrived.in_flight and rows and (final or rows[-1]["step"] >= _step(arrived.in_flight[0])):
+        while arrived.in_flight and rows and (final or rows[-1]["step"] >= table_step(arrived.in_flight[0])):
             name = arrived.in_flight[0]
-            part = [row for row in rows if row["step"] <= _step(name)]
+            part = [row for row in rows if row["step"] <= table_step(name)]
             self._send_table(arrived, name, part)
             arrived.in_flight.pop(0)
             rows, before = rows[len(part) :], before + len(part)
@@ -284,7 +287,8 @@ def note(line: str) -> None:
     print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {masked(line)}", file=sys.stderr, flush=True)
 
 
-def _last_steps(run: Run) -> dict[str, int]:
+def last_steps(run: Run) -> dict[str, int]:
+    """The last step of every metric that MLflow has of a run."""
     return {metric.key: metric.step for metric in run.to_proto().data.metrics}
 
 
@@ -297,6 +301,6 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _step(table: str) -> int:
+def table_step(table: str) -> int:
     """The last step of a table, which is its name."""
     return int(Path(table).stem)

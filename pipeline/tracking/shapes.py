@@ -67,6 +67,14 @@ class _Note(TypedDict, total=False):
 
 
 @_STRICT
+class _Gone(TypedDict):
+    """gone.json."""
+
+    step: _Count
+    tracking_uri: str
+
+
+@_STRICT
 class _Step(TypedDict):
     """A line of metrics.jsonl or system.jsonl."""
 
@@ -91,6 +99,7 @@ _OBJECTS: dict[str, TypeAdapter[Any]] = {
     "exit.json": TypeAdapter(_End),
     "feeder.json": TypeAdapter(_Note),
     "eval.json": TypeAdapter(Annotated[dict[str, dict[str, FiniteFloat]], ConfigDict(strict=True)]),
+    "gone.json": TypeAdapter(_Gone),
     "guard.json": TypeAdapter(Annotated[dict[str, str], ConfigDict(strict=True)]),
 }
 _METRICS: TypeAdapter[dict[str, Any]] = TypeAdapter(

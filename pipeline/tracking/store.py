@@ -1,6 +1,7 @@
 """Where MLflow keeps runs, and its one-time creation. Imports MLflow only inside the functions that talk to it."""
 
 import os
+import re
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -11,10 +12,11 @@ from pipeline.masking import MASK, masked
 from pipeline.supervise import hold
 
 if TYPE_CHECKING:
-    from mlflow import MlflowClient
+    from mlflow import MlflowClient, MlflowException
 
 EXPERIMENT = "minimind"
 SQLITE = "sqlite:///"
+_REVISION = re.compile(r"out-of-date database schema \(found version (\w+)")
 
 
 def tracking_uri(root: Path) -> str:
@@ -87,15 +89,44 @@ def open_store(uri: str, root: Path) -> tuple["MlflowClient", str]:
         return _open(uri, artifact_root(root))
 
 
+def open_existing(uri: str, root: Path) -> tuple["MlflowClient", str]:
+    """As `open_store`, of a store that is there.
+
+    Raises:
+        PipelineError: it is a file, and there is none.
+    """
+    if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE)).exists():
+        raise PipelineError("no such file")
+    return open_store(uri, root)
+
+
 def _open(uri: str, artifacts: str | None) -> tuple["MlflowClient", str]:
     import mlflow
 
     from pipeline.tracking.views import describe_experiment
 
     mlflow.set_tracking_uri(uri)  # artifact stores of servers read it from here
-    client = mlflow.MlflowClient(tracking_uri=uri)
-    experiment = client.get_experiment_by_name(EXPERIMENT)
+    try:
+        client = mlflow.MlflowClient(tracking_uri=uri)
+        experiment = client.get_experiment_by_name(EXPERIMENT)
+    except mlflow.MlflowException as error:
+        raise _explained(error, uri) from None
     if experiment is None:
         experiment = client.get_experiment(client.create_experiment(EXPERIMENT, artifact_location=artifacts))
     describe_experiment(client, experiment)
     return client, experiment.experiment_id
+
+
+def _explained(error: "MlflowException", uri: str) -> "MlflowException":
+    """The remedy for a store of another version of MLflow: its own advice, an upgrade, cannot mend one that is newer."""
+    from mlflow import MlflowException, __version__
+    from mlflow.store import db_migrations
+
+    found = _REVISION.search(str(error))
+    if found is None:
+        return error
+    if any((Path(db_migrations.__path__[0]) / "versions").glob(f"{found[1]}_*.py")):
+        advice = f"made by an older MLflow; copy it, then `mlflow db upgrade {masked(uri)}` brings it up to date"
+    else:
+        advice = "made by a newer MLflow; use that version, or another store (MLFLOW_TRACKING_URI)"
+    return MlflowException(f"{advice} (here: {__version__})")
