@@ -29,8 +29,8 @@ OUT = Path("checkpoints/agent.pth")
 def open_task(params: Params, device: Device, announce: Callable[[str], None]) -> tuple[RolloutTask, Environment]:
     """The stage ready to train, from its inputs; steps that are replayed begin here, too."""
     tokenizer = load_tokenizer(Path("data/tokenizer"))
-    prompts = open_prompts(PROMPTS, params.agent, tokenizer, params.data.max_dropped_frac, announce)
     toolbox, judge = open_toolbox(params.tools), open_reward_model(REWARD, params.reward.external, tokenizer, device)
+    prompts = open_prompts(PROMPTS, params.agent, tokenizer, params.data.max_dropped_frac, announce, toolbox)
     score = EpisodeScorer(params.rewards, judge, toolbox)
     environment = Environment(tokenizer, prompts, score, device, announce, toolbox)
     return open_group_task(SFT, params.agent, environment), environment

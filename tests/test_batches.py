@@ -21,6 +21,8 @@ from pipeline.rewards.model import Reply, TrainedRewardModel
 from pipeline.text.chat import ChatEncoder, render_chat
 from pipeline.text.system_prompts import SYSTEM_PROMPTS
 from pipeline.text.tokenizer import load_tokenizer, train_tokenizer
+from pipeline.tools.registry import Tool, tool_schema
+from pipeline.tools.toolbox import Toolbox
 from pipeline.training.panels import pair_prompts
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
@@ -471,3 +473,31 @@ def test_over_long_prompts_are_dropped_or_abort(build, tokenizer):
     assert all("rows.jsonl:" in reason and reason.endswith("> max_prompt_len=80") for reason in prompts.dropped)
     with pytest.raises(DataError, match=rf"rlaif \(train\): {too_long} of {len(source)} rows dropped.*max_prompt_len"):
         prompt_set(prepared, tokenizer, max_prompt_len=80)
+
+
+def test_rows_whose_tools_nothing_answers_are_dropped_with_their_names_or_abort(build, tokenizer):
+    other = tool_schema("unit_converter") | {"type": "function"}
+    other["function"]["parameters"]["properties"]["value"]["type"] = "string"
+    offers = {0: tool_schema("calculate_math"), 1: TOOL, 2: other}  # known, unknown, of another schema
+    rows = [
+        {"conversations": [system("", tools=[offers[n % 20 if n % 20 < 3 else 0]]), user(f"Q{n}"), assistant("")], "gt": [str(n)]}
+        for n in range(60)
+    ]
+    prepared, _ = build("agent", rows)
+    source = read_prepared(prepared, "train")
+    wrong = [row for row in source if row["tools"][0] != offers[0]]
+    assert 2 <= len(wrong) < len(source)
+    prompts = prompt_set(prepared, tokenizer, max_prompt_len=999, toolbox=Toolbox(), max_dropped_frac=0.5)
+    assert len(prompts) == len(source) - len(wrong)
+    assert [int(reason.split(":")[1]) for reason in prompts.dropped] == [row["line"] for row in wrong]
+    name = TOOL["function"]["name"]
+    for row, reason in zip(wrong, prompts.dropped, strict=True):
+        known = row["tools"][0]["function"]["name"] != name
+        fault = "tool 'unit_converter' has another schema in the toolbox" if known else f"the toolbox has no tool '{name}'"
+        assert fault in reason
+    with pytest.raises(DataError, match=rf"agent \(train\): {len(wrong)} of {len(source)} rows dropped.*tools.extra") as refused:
+        prompt_set(prepared, tokenizer, max_prompt_len=999, toolbox=Toolbox(), max_dropped_frac=0.01)
+    assert "max_prompt_len" not in str(refused.value)
+    own = Toolbox(own={name: Tool(TOOL, lambda arguments: 1), "unit_converter": Tool(other, lambda arguments: 1)})
+    assert not prompt_set(prepared, tokenizer, max_prompt_len=999, toolbox=own).dropped
+    assert not prompt_set(prepared, tokenizer, max_prompt_len=999).dropped  # nothing is called

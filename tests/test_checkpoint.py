@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from pipeline.checkpoint.files import load_model, load_state, model_meta, save_m
 from pipeline.checkpoint.foreign import load_foreign
 from pipeline.checkpoint.lora import load_lora_model, lora_meta
 from pipeline.checkpoint.reward import load_reward_model
-from pipeline.errors import DataError
+from pipeline.errors import DataError, NumericsError
 from pipeline.model.config import ModelConfig
 from pipeline.model.heads import RewardModel
 from pipeline.model.interop import qwen3_config, stack_experts
@@ -199,6 +200,25 @@ def test_a_damaged_file_is_one_line(tmp_path, damage):
     with pytest.raises(DataError) as error:
         load_model(path)
     assert one_line(error).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.self_attn.q_proj.weight"])
+def test_weights_that_are_not_finite_are_neither_written_nor_loaded(tmp_path, name, value):
+    path = tmp_path / "checkpoints" / "full_sft.pth"
+    state = CausalLM(CONFIG).state_dict()
+    state[name].view(-1)[3] = value
+    with pytest.raises(NumericsError) as refused:
+        save_model(path, state, model_meta("causal_lm", CONFIG, "abc"))
+    assert str(path) in str(refused.value) and f"1 of {len(state)} tensors are not finite ({name})" in str(refused.value)
+    assert not path.exists() and not path.with_suffix(".json").exists()
+    save(path, CausalLM(CONFIG))
+    torch.save(state, path)  # made elsewhere
+    for load in (load_model, partial(load_foreign, config=CONFIG)):
+        with pytest.raises(DataError) as error:
+            load(path)
+        assert one_line(error).startswith(f"{path}: 1 of {len(state)} tensors are not finite ({name})")
+        assert "stage full_sft made it: lower full_sft.lr" in one_line(error)
 
 
 @pytest.mark.parametrize("kind", ["sparse", "meta", "complex", "integer", "nan", "infinite"])

@@ -36,6 +36,7 @@ from pipeline.text.chat import ChatEncoder
 from pipeline.text.tokenizer import Tokenizer
 from pipeline.text.turns import parse_turn
 from pipeline.tools.registry import ToolResult, tool_schema
+from pipeline.tools.toolbox import PRESET_TOOLS
 from pipeline.training.reward_objective import RewardModelling
 
 # --- statistics
@@ -397,18 +398,22 @@ def test_the_panel_holds_what_fits_and_can_be_judged(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     config = make_model(tokenizer, max_position_embeddings=1024).config
     said: list[str] = []
-    panel = open_panel(make_eval(panel_rows=3), tokenizer, config, said.append)
+    panel = open_panel(make_eval(panel_rows=3), tokenizer, config, PRESET_TOOLS, said.append)
     assert (len(panel.questions), len(panel.prompts)) == (3, 3) and panel.size() == 6 + len(panel.tasks)
     assert 0 < len(panel.tasks) <= 3 and all(task.gt for task in panel.tasks)  # a task without answers is always solved
-    whole = open_panel(make_eval(panel_rows=99), tokenizer, config, said.append)
+    whole = open_panel(make_eval(panel_rows=99), tokenizer, config, PRESET_TOOLS, said.append)
     assert [task.prompt_ids for task in panel.prompts] == [task.prompt_ids for task in whole.prompts[:3]]
     assert {task.open_thinking for task in whole.prompts} == {False, True}
     assert {task.open_thinking for task in whole.tasks} == {False}
 
     lengths = sorted(len(question.prompt_ids) for question in whole.questions)
     assert len(lengths) == 8 and 700 < lengths[-1] < 1000
-    exact = open_panel(make_eval(panel_rows=99, max_new_tokens=1024 - lengths[-1]), tokenizer, config, said.append).questions
-    tight = open_panel(make_eval(panel_rows=99, max_new_tokens=1025 - lengths[-1]), tokenizer, config, said.append).questions
+    exact = open_panel(
+        make_eval(panel_rows=99, max_new_tokens=1024 - lengths[-1]), tokenizer, config, PRESET_TOOLS, said.append
+    ).questions
+    tight = open_panel(
+        make_eval(panel_rows=99, max_new_tokens=1025 - lengths[-1]), tokenizer, config, PRESET_TOOLS, said.append
+    ).questions
     assert len(exact) == 8 > len(tight) > 0
 
     assert said == []
@@ -455,7 +460,7 @@ def test_episodes_end_at_the_window_instead_of_failing(tmp_path: Path, monkeypat
     """Three turns of 12 tokens and their tool results do not fit behind a prompt that nearly fills the window."""
     tokenizer = make_repository(tmp_path)
     monkeypatch.chdir(tmp_path)
-    panel = open_panel(make_eval(), tokenizer, make_model(tokenizer, max_position_embeddings=1024).config, print)
+    panel = open_panel(make_eval(), tokenizer, make_model(tokenizer, max_position_embeddings=1024).config, PRESET_TOOLS, print)
     window = max(len(task.prompt_ids) for task in panel.tasks) + 50
     call = '<call>{"name": "calculate_math", "arguments": {"expression": "1"}}</call>'
     examiner = make_examiner(tokenizer, panel, max_new_tokens=100)

@@ -416,6 +416,22 @@ def test_rewards_that_are_no_numbers_are_skipped_then_refused(sets: Path, tokeni
     assert recorder.at(4)["train/skipped_steps"] == 4
 
 
+@pytest.mark.parametrize("what", ["weights", "logits"])
+def test_a_policy_that_overflows_in_the_end_is_refused(sets: Path, tokenizer: Tokenizer, what: str) -> None:
+    settings = make_settings(epochs=1)
+    run, recorder = Run(sets, tokenizer, settings), MemoryRecorder()
+    last, record = total_steps(settings, run.prompts), recorder.checkpoint
+
+    def overflow(step: int, make_state: Any) -> None:
+        if step == last:
+            run.policy.get_parameter("model.norm.weight").data[:] = math.nan if what == "weights" else 3e38
+        record(step, make_state)
+
+    recorder.checkpoint = overflow  # type: ignore[method-assign]
+    with pytest.raises(NumericsError, match=rf"after {last} steps the policy.*(tensors|logits) are not finite"):
+        train_group(run.task, settings, CPU, recorder)
+
+
 @pytest.mark.parametrize("loss", ["cispo", "grpo"])
 def test_a_killed_run_ends_with_the_same_bits(sets: Path, tokenizer: Tokenizer, loss: str) -> None:
     settings = make_settings(epochs=2, loss=loss, updates_per_rollout=2, lr=0.01)

@@ -469,6 +469,22 @@ def test_rewards_that_are_no_numbers_are_skipped_then_refused(sets: Path, tokeni
     assert_bits_equal(run.everything(), before)
 
 
+@pytest.mark.parametrize("what", ["weights", "logits"])
+def test_a_policy_that_overflows_in_the_end_is_refused(sets: Path, tokenizer: Tokenizer, what: str) -> None:
+    settings = make_settings(epochs=1)
+    run, recorder = Run(sets, tokenizer, settings), MemoryRecorder()
+    last, record = total_steps(settings, run.prompts), recorder.checkpoint
+
+    def overflow(step: int, make_state: Any) -> None:
+        if step == last:
+            run.policy.get_parameter("model.norm.weight").data[:] = math.nan if what == "weights" else 3e38
+        record(step, make_state)
+
+    recorder.checkpoint = overflow  # type: ignore[method-assign]
+    with pytest.raises(NumericsError, match=rf"after {last} steps the policy.*(tensors|logits) are not finite"):
+        train_ppo(run.task, settings, CPU, recorder)
+
+
 def test_a_killed_run_ends_with_the_same_bits(sets: Path, tokenizer: Tokenizer) -> None:
     settings = make_settings(
         epochs=2, updates_per_rollout=2, mini_batch_size=4, critic_warmup_steps=1, early_stop_kl=0.5, lr=0.01

@@ -37,6 +37,7 @@ from tiny_runs import (
 from torch import Tensor
 
 from pipeline.data.batches import PairBatches, SupervisedBatches
+from pipeline.errors import NumericsError
 from pipeline.model.heads import RewardModel
 from pipeline.model.lora import add_lora, lora_state_dict
 from pipeline.model.transformer import CausalLM
@@ -193,6 +194,50 @@ def test_batches_without_finite_loss_are_skipped_and_named(sets: Path, tokenizer
     metrics = train_window(task, settings, CPU, 0)
     assert metrics["train/skipped_steps"] == updater.skipped == 1
     assert_bits_equal(snapshot(task.state.modules["model"]), before)
+
+
+@pytest.mark.parametrize("lr", [1e10, 1e30])
+@pytest.mark.parametrize("make", ["language", "lora", "dpo", "reward"])
+def test_a_run_that_diverges_ends_with_the_numerics_code(sets: Path, tokenizer: Tokenizer, make: str, lr: float) -> None:
+    makers = {"language": make_language, "lora": make_lora, "dpo": make_dpo, "reward": make_reward}
+    settings = make_settings(lr=lr, epochs=2)
+    task, recorder = makers[make](sets, tokenizer, settings), MemoryRecorder()
+    with pytest.raises(NumericsError, match="lower the learning rate") as caught:
+        train_supervised(task, settings, CPU, recorder)
+    assert caught.value.exit_code == 4 and len(caught.value.lines) == 1
+
+
+def test_a_final_validation_that_is_not_finite_is_named(sets: Path, tokenizer: Tokenizer) -> None:
+    settings = make_settings(epochs=1)
+    task, recorder = make_language(sets, tokenizer, settings), MemoryRecorder()
+    good, last = task.objective, total_steps(settings, task.train)
+
+    class Overflows(LanguageModelling):
+        def __call__(self, batch: Any) -> Any:
+            part = good(batch)
+            if task.state.step == last - 1 and not torch.is_grad_enabled():
+                part.sums["loss"] = math.inf
+            return part
+
+    task.objective = Overflows(task.state.modules["model"], CPU)
+    with pytest.raises(NumericsError, match=rf"after {last} steps val/loss is inf"):
+        train_supervised(task, settings, CPU, recorder)
+    assert recorder.at(last)["val/loss"] == math.inf  # what it was is recorded
+
+
+def test_end_weights_that_are_not_finite_are_named(sets: Path, tokenizer: Tokenizer) -> None:
+    settings = make_settings(epochs=1)
+    task, recorder = make_language(sets, tokenizer, settings), MemoryRecorder()
+    last, record = total_steps(settings, task.train), recorder.checkpoint
+
+    def overflow(step: int, make_state: Callable[[], Any]) -> None:
+        if step == last:
+            task.state.modules["model"].get_parameter("model.norm.weight").data[0] = math.nan
+        record(step, make_state)
+
+    recorder.checkpoint = overflow  # type: ignore[method-assign]
+    with pytest.raises(NumericsError, match=rf"after {last} steps the model has diverged, 1 of \d+ tensors .*model.norm.weight"):
+        train_supervised(task, settings, CPU, recorder)
 
 
 Make = Callable[..., SupervisedTask]

@@ -4,13 +4,14 @@ import json
 import math
 import re
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.tools.arithmetic import MAX_ABS, ArithmeticFault, evaluate, format_number
-from pipeline.tools.registry import TOOL_NAMES, argument_fault, call_tool, tool_schema
+from pipeline.tools.registry import ARGUMENT_TYPES, TOOL_NAMES, argument_fault, call_tool, offer_fault, tool_schema
 from pipeline.tools.simulated import CITIES, PHRASES, TIMES
 
 
@@ -221,6 +222,68 @@ def test_errors_name_what_was_given_and_what_is_allowed() -> None:
 def test_argument_checks(name: str, arguments: object, fault: str) -> None:
     assert argument_fault(tool_schema(name), arguments) == fault
     assert error(name, arguments) == fault
+
+
+def test_where_nothing_is_offered_the_known_tools_are_named() -> None:
+    for offered in ([], ["get_stock"]):
+        said = error("calculate_math", {"expression": "6*7"}, offered)
+        assert said == f"unknown tool 'calculate_math', none is offered of {', '.join(TOOL_NAMES)}"
+
+
+def function(properties: dict[str, Any] | None, required: list[str] | None) -> dict[str, Any]:
+    """A function object; None leaves a key out."""
+    parameters = {"properties": properties, "required": required}
+    return {"function": {"name": "f", "parameters": {key: value for key, value in parameters.items() if value is not None}}}
+
+
+ENTRY = st.fixed_dictionaries(
+    {}, optional={"type": st.sampled_from(ARGUMENT_TYPES), "enum": st.lists(st.sampled_from(["a", 1, 2.5, True]), max_size=2)}
+)
+PROPERTIES = st.dictionaries(st.sampled_from("xyz"), ENTRY, max_size=3)
+VALUES = st.sampled_from(["a", "", 1, 2.5, True, [1], {"k": 1}])
+
+
+@settings(max_examples=500, deadline=None)
+@given(PROPERTIES, PROPERTIES, st.data())
+def test_a_tool_takes_every_call_that_fits_an_offer_without_fault(
+    own: dict[str, Any], given_: dict[str, Any], data: st.DataObject
+) -> None:
+    """The naive twin: calls are drawn and checked by both schemas."""
+    schema, offered = (
+        function(properties, data.draw(st.lists(st.sampled_from(sorted(properties)), unique=True)) if properties else [])
+        for properties in (own, given_)
+    )
+    fault = offer_fault(offered, schema)
+    arguments = data.draw(st.dictionaries(st.sampled_from("xyz"), VALUES, max_size=3))
+    if fault is None and argument_fault(offered, arguments) is None:
+        assert argument_fault(schema, arguments) is None
+
+
+@pytest.mark.parametrize(
+    ("properties", "required", "fault"),
+    [
+        ({"from_unit": "string"}, ["from_unit"], "argument 'value' must be required"),
+        ({"value": "number", "from_unit": "string", "to_unit": "string"}, ["from_unit", "to_unit"], "'value' must be required"),
+        ({"value": "string", "from_unit": "string", "to_unit": "string"}, None, "'value' must be number, got \"string\""),
+        ({"value": "number", "from_unit": None, "to_unit": "string"}, None, "'from_unit' must be string, got null"),
+        ({"value": "number", "from_unit": "string", "to_unit": "string", "digits": "integer"}, None, "unknown argument 'digits'"),
+        ({"value": "integer", "from_unit": "string", "to_unit": "string"}, None, None),
+    ],
+)
+def test_an_offer_with_another_schema_is_named(
+    properties: dict[str, str | None], required: list[str] | None, fault: str | None
+) -> None:
+    entries = {name: {"type": kind, "description": "-"} if kind else {} for name, kind in properties.items()}
+    always = ["value", "from_unit", "to_unit"]
+    said = offer_fault(function(entries, always if required is None else required), tool_schema("unit_converter"))
+    assert (fault is None) == (said is None) and (fault or "") in (said or "")
+
+
+@pytest.mark.parametrize("parameters", [None, [], "x", {"properties": []}, {"properties": {"expression": 3}, "required": "no"}])
+def test_an_offer_without_usable_parameters_has_a_fault(parameters: Any) -> None:
+    assert "'expression' must be required" in str(
+        offer_fault({"function": {"name": "f", "parameters": parameters}}, tool_schema("calculate_math"))
+    )
 
 
 def test_zero_is_a_value_and_optional_arguments_are_optional() -> None:

@@ -3,6 +3,7 @@
 import csv
 import errno
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -620,7 +621,7 @@ def test_a_finished_run_arrives_whole(tracked: Path) -> None:
     run = _mlflow_run(tracked)
     assert run.info.status == "FINISHED" and run.info.run_name == "grpo · cispo lr 1e-4 · s42"
     assert _history(tracked, "loss") == [(step, 10.0 + step) for step in range(1, 6)]
-    assert "nan" not in run.data.metrics
+    assert math.isnan(run.data.metrics["nan"])
     assert run.data.params["grpo.lr"] == "0.0001" and run.data.params["rewards.length.weight"] == "0.5"
     tags = run.data.tags
     assert tags["dvc.stage"] == "grpo" and tags["run.resumed"] == "0" and tags["run.key"] == folder.path.parent.name
@@ -628,6 +629,16 @@ def test_a_finished_run_arrives_whole(tracked: Path) -> None:
     assert run.info.end_time == round(read_json(folder.exit)["time_s"] * 1000)
     assert _feed(tracked) == 0  # feeding again changes nothing
     assert len(_history(tracked, "loss")) == 5 and _mlflow_run(tracked).info.run_id == run.info.run_id
+
+
+def test_a_last_value_that_is_not_finite_hides_no_older_one(tracked: Path) -> None:
+    with _open(tracked) as run:
+        run.log(0, {"val/loss": 2.5})
+        run.log(6, {"val/loss": float("inf")})
+    assert _feed(tracked) == 0
+    assert [step for step, _ in _history(tracked, "val/loss")] == [0, 6]
+    assert math.isnan(_mlflow_run(tracked).data.metrics["val/loss"])
+    assert _feed(tracked) == 0 and len(_history(tracked, "val/loss")) == 2  # feeding again adds nothing
 
 
 def test_samples_are_a_table_that_mlflow_reads(tracked: Path) -> None:

@@ -15,7 +15,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.errors import DataError
+from pipeline.errors import DataError, NumericsError
 from pipeline.model.config import ModelConfig
 from pipeline.model.transformer import CausalLM
 
@@ -48,11 +48,16 @@ def save_model(path: Path, state: Mapping[str, Tensor], meta: Mapping[str, Any])
         path: ends in `.pth`.
         state: names to tensors on any device; adapters alone make a LoRA checkpoint.
         meta: plain values, see `model_meta`.
+
+    Raises:
+        NumericsError: a weight is not finite; nothing is written.
     """
+    if broken := broken_tensors(state):
+        raise NumericsError(f"{path}: not written, {broken}; training has diverged: lower the learning rate")
     path.parent.mkdir(parents=True, exist_ok=True)
     plain = _plain(state)
     write_atomically(path, lambda file: torch.save(plain, file))
-    text = json.dumps(meta, sort_keys=True, indent=2, ensure_ascii=False) + "\n"
+    text = json.dumps(meta, sort_keys=True, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     write_atomically(path.with_suffix(".json"), lambda file: file.write(text.encode("utf-8")))
 
 
@@ -76,7 +81,7 @@ def load_state(path: Path) -> dict[str, Tensor]:
     """The flat state dict of floating-point weights in a `.pth` file, on the CPU; nothing but tensors is unpickled.
 
     Raises:
-        DataError: the file is missing, damaged, or holds something else.
+        DataError: the file is missing, damaged, or holds something else, or a value that is not finite.
     """
     try:
         _check_sums(path)
@@ -96,13 +101,29 @@ def load_state(path: Path) -> dict[str, Tensor]:
 def check_weights(path: Path, state: Mapping[str, Tensor]) -> None:
     """Raises a DataError with the names of what `path` holds and no model can have as a weight."""
     if odd := [name for name, tensor in state.items() if not _holds_weights(tensor)]:
-        raise DataError(f"{path}: must hold dense floating-point tensors with finite values; not so: {_shortened(odd)}")
+        raise DataError(f"{path}: must hold dense floating-point tensors; not so: {_shortened(odd)}")
+    refuse_broken(state, path)
 
 
 def _holds_weights(tensor: Tensor) -> bool:
-    if tensor.layout is not torch.strided or tensor.is_meta or not tensor.is_floating_point():
-        return False
-    return bool(torch.isfinite(tensor.float()).all())  # float: isfinite does not know all 8-bit types
+    return tensor.layout is torch.strided and not tensor.is_meta and tensor.is_floating_point()
+
+
+def refuse_broken(state: Mapping[str, Tensor], path: Path) -> None:
+    """Raises a `DataError` that names the file, and the stage that made it, where a weight is not finite."""
+    if broken := broken_tensors(state):
+        stage = path.stem if path.parent.name == "checkpoints" else None
+        remedy = (
+            f"stage {stage} made it: lower {stage}.lr and run it again" if stage else "its training has diverged; use another"
+        )
+        raise DataError(f"{path}: {broken}; {remedy}")
+
+
+def broken_tensors(state: Mapping[str, Tensor]) -> str | None:
+    """Which weights are NaN or infinite, in words; None when all are finite."""
+    # float: isfinite does not know all 8-bit types
+    broken = [name for name, tensor in state.items() if not bool(torch.isfinite(tensor.detach().float()).all())]
+    return f"{len(broken)} of {len(state)} tensors are not finite ({_shortened(broken)})" if broken else None
 
 
 def load_meta(path: Path, kind: str, tokenizer_digest: str | None = None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pipeline.data.prepared import iter_prepared, read_report, refuse_many_dropp
 from pipeline.text.chat import ChatEncoder, Message
 from pipeline.text.system_prompts import SYSTEM_PROMPTS
 from pipeline.text.tokenizer import Tokenizer
+from pipeline.tools.toolbox import Toolbox
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,9 @@ class PromptSet:
         max_dropped_frac: float,
         thinking_ratio: float,
         system_prompt_frac: float = 0.0,
+        toolbox: Toolbox | None = None,
     ) -> None:
-        """Reads all rows; those whose longest variant does not fit are dropped.
+        """Reads all rows; those whose longest variant does not fit are dropped, and those whose tools nothing answers.
 
         Args:
             prepared: the folder that `prepare` wrote.
@@ -60,6 +62,7 @@ class PromptSet:
             max_dropped_frac: the largest share of dropped rows, in [0, 1].
             thinking_ratio: chance per row and epoch of an open think block.
             system_prompt_frac: chance per row and epoch that a prompt without system message (so without tools) is given one.
+            toolbox: what answers calls; None where none are answered.
 
         Raises:
             DataError: more rows dropped than allowed, or all of them.
@@ -71,13 +74,19 @@ class PromptSet:
         longest = max(SYSTEM_PROMPTS, key=lambda prompt: len(self._encoder.encode_system(prompt)))
         self._rows: list[dict[str, Any]] = []
         self.dropped: list[str] = []
+        remedies = []
         for row in iter_prepared(prepared, split):
-            length = self._longest_variant(row, longest)
-            if length > max_prompt_len:
-                self.dropped.append(f"{report['source']}:{row['line']}: {length} tokens > max_prompt_len={max_prompt_len}")
-            else:
+            fault, remedy = None, "shorten or remove them, or raise the stage's max_prompt_len"
+            if (length := self._longest_variant(row, longest)) > max_prompt_len:
+                fault = f"{length} tokens > max_prompt_len={max_prompt_len}"
+            elif toolbox and row["tools"] and (fault := toolbox.offer_fault(row["tools"])):
+                remedy = "offer tools as the toolbox has them, or add them to the file of tools.extra"
+            if fault is None:
                 self._rows.append(row)
-        remedy = "shorten or remove them, or raise the stage's max_prompt_len or data.max_dropped_frac"
+                continue
+            self.dropped.append(f"{report['source']}:{row['line']}: {fault}")
+            remedies.append(remedy)
+        remedy = "; ".join([*dict.fromkeys(remedies), "or raise data.max_dropped_frac"])
         total = len(self._rows) + len(self.dropped)
         refuse_many_dropped(f"{report['set']} ({split})", self.dropped, total, max_dropped_frac, remedy)
         self.batches_per_epoch = -(-len(self._rows) // batch_size)

@@ -1,6 +1,7 @@
 """Opens the panel and every checkpoint of the lineage, and measures each model that is not in the cache."""
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -14,6 +15,7 @@ from pipeline.data.batches import PairBatches, SupervisedBatches
 from pipeline.data.prepared import iter_prepared
 from pipeline.data.prompts import PromptSet, PromptTask
 from pipeline.digests import digests
+from pipeline.errors import NumericsError
 from pipeline.evaluation.panel import Examination, Examiner, Panel, questions_of
 from pipeline.evaluation.results import cached
 from pipeline.model.config import ModelConfig
@@ -23,7 +25,7 @@ from pipeline.params.schema import Eval, Params
 from pipeline.rewards.scoring import CompletionScorer
 from pipeline.text.chat import ChatEncoder
 from pipeline.text.tokenizer import Tokenizer, load_tokenizer
-from pipeline.tools.toolbox import open_toolbox
+from pipeline.tools.toolbox import Toolbox, open_toolbox
 from pipeline.training.device import open_device
 from pipeline.training.policy_setup import open_reward_model
 from pipeline.training.reward_objective import RewardModelling
@@ -56,9 +58,10 @@ def measure_all(
     score = CompletionScorer(
         params.rewards, open_reward_model(CHECKPOINTS / "reward.pth", params.reward.external, tokenizer, device)
     )
-    panel = open_panel(params.eval, tokenizer, config, announce)
-    world = config.max_position_embeddings, open_toolbox(params.tools)
-    examiner = Examiner(panel, params.eval, tokenizer, ChatEncoder(tokenizer), score, device, *world)
+    toolbox = open_toolbox(params.tools)
+    panel = open_panel(params.eval, tokenizer, config, toolbox, announce)
+    window = config.max_position_embeddings
+    examiner = Examiner(panel, params.eval, tokenizer, ChatEncoder(tokenizer), score, device, window, toolbox)
     measured = {}
     for name in MODELS:
         names = [name, "full_sft"] if name == "lora" else [name]
@@ -69,13 +72,23 @@ def measure_all(
 
 
 def measure_one(name: str, examiner: Examiner, announce: Callable[[str], None]) -> Examination:
-    """One checkpoint on the panel; the reward model has only preference accuracy."""
+    """One checkpoint on the panel; the reward model has only preference accuracy.
+
+    Raises:
+        NumericsError: a value that it measures is not finite.
+    """
     announce(f"{name}: {examiner.panel.size()} held-out prompts")
     device, digest = examiner.device, examiner.tokenizer.digest
     if name == "reward":
         model = device.prepare(load_reward_model(CHECKPOINTS / "reward.pth", tokenizer_digest=digest))
-        return examiner.score_values(RewardModelling(model, device))
-    return examiner.measure(device.prepare(open_policy(name, digest)))
+        measured = examiner.score_values(RewardModelling(model, device))
+    else:
+        measured = examiner.measure(device.prepare(open_policy(name, digest)))
+    for metric, rows in measured.values.items():
+        if broken := sum(not math.isfinite(row) for row in rows):
+            place = f"{CHECKPOINTS / name}.pth: {metric} is not finite on {broken} of {len(rows)} rows"
+            raise NumericsError(f"{place}; the model overflows: lower {name}.lr and train it again")
+    return measured
 
 
 def open_policy(name: str, tokenizer_digest: str) -> CausalLM:
@@ -87,12 +100,14 @@ def open_policy(name: str, tokenizer_digest: str) -> CausalLM:
     return load_model(CHECKPOINTS / f"{name}.pth", tokenizer_digest=tokenizer_digest)
 
 
-def open_panel(params: Eval, tokenizer: Tokenizer, config: ModelConfig, announce: Callable[[str], None]) -> Panel:
-    """Up to `panel_rows` held-out rows of each task, of those that fit the models' context."""
+def open_panel(
+    params: Eval, tokenizer: Tokenizer, config: ModelConfig, toolbox: Toolbox, announce: Callable[[str], None]
+) -> Panel:
+    """Up to `panel_rows` held-out rows of each task, of those that fit the models' context and whose tools are there."""
     encoder = ChatEncoder(tokenizer)
     room = config.max_position_embeddings - params.max_new_tokens
     prompts = open_held_out("rlaif", params, tokenizer, room, params.thinking_ratio, announce)
-    tasks = open_held_out("agent", params, tokenizer, room, 0.0, announce)
+    tasks = open_held_out("agent", params, tokenizer, room, 0.0, announce, toolbox)
     return Panel(
         SupervisedBatches(DATA / "encoded/pretrain/held_out.arrow", batch_size=TEXT_BATCH, seed=params.seed, tokenizer=tokenizer),
         PairBatches(DATA / "encoded/dpo/held_out.arrow", batch_size=PAIR_BATCH, seed=params.seed, tokenizer=tokenizer),
@@ -109,7 +124,13 @@ def chosen_chats(prepared: Path) -> Iterator[dict[str, Any]]:
 
 
 def open_held_out(
-    name: str, params: Eval, tokenizer: Tokenizer, room: int, thinking_ratio: float, announce: Callable[[str], None]
+    name: str,
+    params: Eval,
+    tokenizer: Tokenizer,
+    room: int,
+    thinking_ratio: float,
+    announce: Callable[[str], None],
+    toolbox: Toolbox | None = None,
 ) -> PromptSet:
     """Held-out prompts of a set; the seed decides their order and which of them ask for thinking."""
     prompts = PromptSet(
@@ -121,9 +142,10 @@ def open_held_out(
         max_prompt_len=room,
         max_dropped_frac=1.0,
         thinking_ratio=thinking_ratio,
+        toolbox=toolbox,
     )
     if prompts.dropped:
-        announce(f"{len(prompts.dropped)} held-out rows of {name} do not fit: " + "; ".join(prompts.dropped[:3]))
+        announce(f"{len(prompts.dropped)} held-out rows of {name} dropped: " + "; ".join(prompts.dropped[:3]))
     return prompts
 
 

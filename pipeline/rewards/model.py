@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from pipeline.checkpoint.files import refuse_broken
 from pipeline.errors import DataError
 from pipeline.model.heads import RewardModel
 from pipeline.text.chat import ChatEncoder
@@ -95,7 +96,7 @@ class ExternalRewardModel:
         """Loads from a local folder, never from the network.
 
         Raises:
-            DataError: the folder is missing, or its model has no `get_score`.
+            DataError: the folder is missing, its model has no `get_score`, or weights that are not finite.
         """
         from transformers import AutoModel, AutoTokenizer  # the one user here, and slow to import
 
@@ -108,6 +109,7 @@ class ExternalRewardModel:
         model = AutoModel.from_pretrained(path, trust_remote_code=True, local_files_only=True, dtype=dtype)
         if not hasattr(model, "get_score"):
             raise DataError(f"reward.external={str(path)!r}: {type(model).__name__} has no get_score(tokenizer, messages)")
+        refuse_broken(dict(model.named_parameters()), path)
         self.model = model.to(device).eval()
 
     @torch.no_grad()

@@ -119,6 +119,34 @@ def argument_fault(schema: Mapping[str, Any], arguments: Any) -> str | None:
     return None
 
 
+def offer_fault(offered: Mapping[str, Any], schema: Mapping[str, Any]) -> str | None:
+    """Returns why a call that fits the `offered` function object may not fit the schema of the tool; None when all do.
+
+    It compares what `argument_fault` reads: the arguments, which of them are required, their types and enums. Descriptions differ
+    from one file to another.
+    """
+    given, own = (function["function"].get("parameters") or {} for function in (offered, schema))
+    given_properties, properties = (
+        parameters.get("properties") or {} if isinstance(parameters, Mapping) else {} for parameters in (given, own)
+    )
+    required = given.get("required") if isinstance(given, Mapping) else None
+    for argument in own.get("required", []):
+        if argument not in given_properties or not isinstance(required, list) or argument not in required:
+            return f"argument '{argument}' must be required"
+    for argument, entry in given_properties.items():
+        if argument not in properties:
+            return f"unknown argument '{shown(str(argument))}', it takes {', '.join(properties) or 'none'}"
+        kind, wanted = (each.get("type") if isinstance(each, Mapping) else None for each in (entry, properties[argument]))
+        if wanted is not None and kind != wanted and (kind, wanted) != ("integer", "number"):
+            return f"type of argument '{argument}' must be {wanted}, got {shown(json_text(kind))}"
+        values = entry.get("enum") if isinstance(entry, Mapping) else None
+        if "enum" in properties[argument] and not (
+            isinstance(values, list) and all(value in properties[argument]["enum"] for value in values)
+        ):
+            return f"enum of argument '{argument}' must be of {shown(json_text(properties[argument]['enum']))}"
+    return None
+
+
 def call_tool(name: str, arguments: Any, offered: Collection[str] | None = None, tools: Mapping[str, Tool] = TOOLS) -> ToolResult:
     """Returns the result of a call, or a readable error; never raises, whatever JSON the model wrote.
 
@@ -129,9 +157,10 @@ def call_tool(name: str, arguments: Any, offered: Collection[str] | None = None,
         tools: the tools there are, by name.
     """
     if not isinstance(name, str) or name not in tools or (offered is not None and name not in offered):
-        known = ", ".join(tool for tool in tools if offered is None or tool in offered)
         asked = f"'{shown(name)}'" if isinstance(name, str) else "without a name"
-        return _error(f"unknown tool {asked}, offered are {known}")
+        choice = [tool for tool in tools if offered is None or tool in offered]
+        known = f"offered are {', '.join(choice)}" if choice else f"none is offered of {', '.join(tools)}"
+        return _error(f"unknown tool {asked}, {known}")
     tool = tools[name]
     fault = argument_fault(tool.schema, arguments)
     if fault is not None:

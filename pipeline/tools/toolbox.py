@@ -9,7 +9,8 @@ from typing import Any, Literal
 from pipeline.errors import DataError
 from pipeline.params.schema import Tools
 from pipeline.tools.minimind import minimind_result
-from pipeline.tools.registry import ARGUMENT_TYPES, TOOLS, Tool, ToolResult, call_tool, described
+from pipeline.tools.registry import ARGUMENT_TYPES, TOOLS, Tool, ToolResult, call_tool, described, offer_fault
+from pipeline.tools.simulated import shown
 
 Check = Callable[[Sequence[str], str], list[bool]]
 """Which of the expected answers a final answer holds: one flag per expected answer, in order."""
@@ -34,6 +35,17 @@ class Toolbox:
         if self.preset == "minimind" and name not in [*self.own]:
             return minimind_result(name, arguments)
         return call_tool(name, arguments, offered, {**TOOLS, **self.own})
+
+    def offer_fault(self, tools: Sequence[Mapping[str, Any]]) -> str | None:
+        """Why calls that fit these function objects cannot all be answered here, with the tool's name; None where they can."""
+        known = {**TOOLS, **self.own}
+        for offered in tools:
+            name = offered["function"]["name"]
+            if name not in known:
+                return f"the toolbox has no tool '{shown(name)}', only {', '.join(known)}"
+            if fault := offer_fault(offered, known[name].schema):
+                return f"tool '{name}' has another schema in the toolbox: {fault}"
+        return None
 
     def check_for(self, offered: Collection[str]) -> Check | None:
         """The user's checker for tasks that offer one of the user's tools; None leaves them to `verify`."""

@@ -6,6 +6,7 @@ equal share it. `eval` measures models by their bytes too, and the best version 
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -123,7 +124,7 @@ def _stage(path: str) -> str:
 
 
 def _logged_model(fed: FedRun, made: Mapping[str, str]) -> str:
-    """Id of the run's model in MLflow, with the last value of every metric; made when it is new."""
+    """Id of the run's model in MLflow, with the last value of every metric where it is finite; made when it is new."""
     run = fed.client.get_run(fed.id)
     outputs = run.outputs.model_outputs if run.outputs else []
     found = fed.client.search_logged_models([fed.experiment_id], f"source_run_id = '{fed.id}'")
@@ -140,7 +141,8 @@ def _logged_model(fed: FedRun, made: Mapping[str, str]) -> str:
             model_type="checkpoint",
         )
     )
-    last = [metric for metric in run.to_proto().data.metrics if not metric.key.startswith(LEFT_OUT)]
+    logged = [metric for metric in run.to_proto().data.metrics if not metric.key.startswith(LEFT_OUT)]
+    last = [metric for metric in logged if math.isfinite(metric.value)]  # a logged model holds no NaN
     # The same points as the run's: MLflow keeps them once there, and adds them to the model.
     points = [Metric(m.key, m.value, m.timestamp, m.step, model_id=model.model_id, run_id=fed.id) for m in last]
     if points:
@@ -198,7 +200,7 @@ def _judge(client: MlflowClient, stage: str, version: ModelVersion, run: Run) ->
 
 def _measured(run: Run, stage: str) -> Iterator[tuple[str, float]]:
     for key in EVAL_HEADLINES:
-        if (value := run.data.metrics.get(f"{stage}/{key}")) is not None:
+        if math.isfinite(value := run.data.metrics.get(f"{stage}/{key}", math.nan)):
             yield key, value
 
 

@@ -7,6 +7,7 @@ a sender that is killed at any place, an answer that is lost, a restored store a
 
 import hashlib
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -243,8 +244,9 @@ class Sender:
     def _missing_metrics(self, steps: dict[str, int], path: Path, start: int, end: int) -> Iterator[Metric]:
         for line in read_steps(path, start, end):
             for key, value in line["metrics"].items():
-                if value is not None and line["step"] > steps.get(key, -1):
-                    yield Metric(key, value, _ms(line["time_s"]), line["step"])
+                if line["step"] > steps.get(key, -1):
+                    # what was not finite is NaN there: left out, an older value would be the last one
+                    yield Metric(key, math.nan if value is None else value, _ms(line["time_s"]), line["step"])
 
     def _send_samples(self, arrived: Arrived, end: int, final: bool) -> None:
         """Sends rows as tables that are named by their last step; those in flight get the rows that they were to have."""

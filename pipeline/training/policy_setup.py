@@ -31,9 +31,17 @@ SCORING_BATCH = 64
 
 
 def open_prompts(
-    prepared: Path, settings: Sampling, tokenizer: Tokenizer, max_dropped_frac: float, announce: Callable[[str], None]
+    prepared: Path,
+    settings: Sampling,
+    tokenizer: Tokenizer,
+    max_dropped_frac: float,
+    announce: Callable[[str], None],
+    toolbox: Toolbox | None = None,
 ) -> PromptSet:
-    """The training prompts of a stage, drawn by its seed, thinking ratio and system-prompt share; dropped rows are announced."""
+    """The training prompts of a stage, drawn by its seed, thinking ratio and system-prompt share; dropped rows are announced.
+
+    Arguments and errors as `PromptSet`.
+    """
     prompts = PromptSet(
         prepared,
         "train",
@@ -44,9 +52,10 @@ def open_prompts(
         max_dropped_frac=max_dropped_frac,
         thinking_ratio=settings.thinking_ratio,
         system_prompt_frac=settings.system_prompt_frac,
+        toolbox=toolbox,
     )
     if prompts.dropped:
-        announce("\n  ".join([f"{len(prompts.dropped)} over-long prompts dropped:", *prompts.dropped]))
+        announce("\n  ".join([f"{len(prompts.dropped)} prompts dropped:", *prompts.dropped]))
     return prompts
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pipeline.data.batches import PairBatch, PairBatches
+from pipeline.errors import NumericsError
 from pipeline.maths.preference import bradley_terry_loss
 from pipeline.model.heads import RewardModel
 from pipeline.training.device import Device
@@ -46,9 +47,17 @@ class RewardModelling:
 
 @torch.no_grad()
 def score_scale(objective: RewardModelling, pairs: PairBatches) -> tuple[float, float]:
-    """Mean and population standard deviation of the model's scores over all answers of `pairs`."""
+    """Mean and population standard deviation of the model's scores over all answers of `pairs`.
+
+    Raises:
+        NumericsError: a score is not finite.
+    """
     objective.model.eval()
     scores = torch.cat([objective.scores(batch).cpu() for batch in pairs.in_order()]).double()
+    if broken := int((~torch.isfinite(scores)).sum()):
+        raise NumericsError(
+            f"the trained model's score of {broken} of {len(scores)} answers is not finite; lower the learning rate"
+        )
     return float(scores.mean()), max(float(scores.std(unbiased=False)), 1e-6)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeline.data.prompts import PromptTask
+from pipeline.errors import NumericsError
 from pipeline.maths.advantages import ROUNDING, all_equal
 from pipeline.maths.logprobs import token_logprobs
 from pipeline.maths.metrics import Sums, combine
@@ -114,6 +115,9 @@ def train_rollouts(
     Args:
         table_rows: trajectories in each table of samples.
         counters: what `take_step` counts in the state and the summary should hold.
+
+    Raises:
+        NumericsError: the end weights, or what the policy says of a prompt, are not finite; and as `run_steps`.
     """
     state, steps = task.state, total_steps(settings, task.prompts)
     window = max(1, steps // 10)
@@ -138,7 +142,19 @@ def train_rollouts(
         return metrics
 
     run_steps(state, recorder, steps, one_step)
+    refuse_overflow(task, device)
     return state.summary("tokens_seen", "zero_signal_steps", *counters)
+
+
+@torch.no_grad()
+def refuse_overflow(task: RolloutTask, device: Device) -> None:
+    """Raises a `NumericsError` where the policy has finite weights, but too large ones to give a prompt finite logits."""
+    (prompt, *_), policy = task.prompts.batch(0, 0), task.policy
+    with device.autocast():
+        hidden = policy.hidden(device.upload(torch.tensor([prompt.prompt_ids])))
+        finite = bool(torch.isfinite(policy.lm_head(hidden[:, -1])).all())
+    if not finite:
+        raise NumericsError(f"after {task.state.step} steps the policy's logits are not finite; lower the learning rate")
 
 
 def count_zero_signal(task: RolloutTask, signal: bool) -> float:

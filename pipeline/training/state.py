@@ -7,6 +7,7 @@ from typing import Any, Protocol, Self
 
 from torch import nn
 
+from pipeline.checkpoint.files import broken_tensors
 from pipeline.curves import is_clocked
 from pipeline.errors import NumericsError
 from pipeline.training.updater import Updater
@@ -111,7 +112,8 @@ def run_steps(
     `at_start` runs before the first step of a run that has no save yet (measuring the start weights, for example).
 
     Raises:
-        NumericsError: the gradients of every step were not finite, so that the weights would end as they began.
+        NumericsError: the gradients of every step were not finite, so that the weights would end as they began; or a weight is
+            not finite in the end.
     """
     saved = recorder.load()
     if saved is None:
@@ -130,3 +132,6 @@ def run_steps(
             f"none of {state.step} steps had finite gradients, so nothing was learned; lower the learning rate, "
             "or look at the weights that the stage starts from"
         )
+    for name, module in state.modules.items():
+        if broken := broken_tensors(trainable_state(module)):
+            raise NumericsError(f"after {state.step} steps the {name} has diverged, {broken}; lower the learning rate")

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from pipeline.errors import NumericsError
 from pipeline.maths.metrics import combine, on_host
 from pipeline.params.schema import Supervised
 from pipeline.training.device import Device
@@ -58,6 +59,9 @@ def windows_per_epoch(settings: Supervised, batches: Batches) -> int:
 def train_supervised(task: SupervisedTask, settings: Supervised, device: Device, recorder: Recorder) -> dict[str, float]:
     """Trains to the end; the summary holds `val/*` of the end weights, `val/loss_start` of the start weights, and means of
     the training metrics over the last tenth of the steps.
+
+    Raises:
+        NumericsError: the end weights, or what they do on the held-out rows, are not finite; and as `run_steps`.
     """
     state, steps = task.state, total_steps(settings, task.train)
     window = max(1, steps // 10)
@@ -79,6 +83,14 @@ def train_supervised(task: SupervisedTask, settings: Supervised, device: Device,
         return metrics
 
     run_steps(state, recorder, steps, one_step, at_start=lambda: validate_and_log(0))
+    broken = [
+        f"{name} is {value}" for name, value in state.results.items() if name.startswith("val/") and not math.isfinite(value)
+    ]
+    if broken:
+        raise NumericsError(
+            f"after {state.step} steps {', '.join(broken)}: the weights have diverged; lower the learning rate, or look at the "
+            "weights that the stage starts from"
+        )
     return state.summary("tokens_seen")
 
 
