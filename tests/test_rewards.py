@@ -18,9 +18,10 @@ from pipeline.model.heads import RewardModel
 from pipeline.params.schema import Rewards
 from pipeline.rewards.agent import agent_rewards
 from pipeline.rewards.completion import completion_rewards, total_reward
+from pipeline.rewards.evidence import given_exchanges
 from pipeline.rewards.model import ExternalRewardModel, Reply, TrainedRewardModel, flat_question
 from pipeline.rewards.rules import repetition, span_reward, thinking_reward
-from pipeline.rewards.scoring import CompletionScorer, EpisodeScorer, earned, solved
+from pipeline.rewards.scoring import CompletionScorer, EpisodeScorer, Scored, earned, solved
 from pipeline.rewards.verify import verify
 from pipeline.rollout.records import StopReason, Trajectory, Turn
 from pipeline.text.chat import EncodedChat
@@ -689,6 +690,75 @@ def test_without_tools_length_and_reward_model_count_and_answers_need_no_call() 
     assert {name: value for name, value in terms.items() if value} == {"answer": 2.5, "length": 0.5, "model": 0.4}
     assert Played(["Hello, how are you?"], [], offered=(), score=-0.4).total() == pytest.approx(0.1)
     assert Played(["Hello, how are you?"], [], score=3.0).total() == 0.0  # tools offered: the model has no say
+
+
+# --- results that stand in the prompt
+
+
+def after(*messages: dict[str, Any], text: str, gt: str = "42", follow: str | None = None) -> Scored:
+    """What the reply to a conversation earns; `follow` is the reply after its call."""
+    played = Played([text] if follow is None else [text, follow], [gt])
+    task = replace(played.task, messages=[{"role": "user", "content": "6*7?"}, *messages])
+    (scored,) = EpisodeScorer(PARAMS, Length())([task], [played.trajectory])
+    assert solved(task, played.trajectory) is scored.good
+    assert earned(task, played.trajectory) is (scored.terms["answer"] == PARAMS.answer)
+    return scored
+
+
+def asks(expression: str, arguments: type = dict) -> dict[str, Any]:
+    given = {"expression": expression}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"name": "calculate_math", "arguments": given if arguments is dict else json.dumps(given)}],
+    }
+
+
+def result(content: str) -> dict[str, Any]:
+    return {"role": "tool", "content": content}
+
+
+RESULT = '{"result": "42"}'
+
+
+@pytest.mark.parametrize("arguments", [dict, str])
+def test_a_result_in_the_prompt_is_evidence(arguments: type) -> None:
+    conversation = asks("6*7", arguments), result(RESULT)
+    direct = after(*conversation, text="6*7 is 42.")
+    assert direct.total == 3.0 and direct.good
+    again = after(*conversation, text=call("6*7"), follow="6*7 is 42.")
+    assert again.total == 2.0  # the call is repeated
+    assert after(*conversation, text=call("7*6"), follow="6*7 is 42.").total == 3.0
+    assert after(*conversation, text="6*7 is 43.").total == 0.0
+    assert after(*conversation, text=RESULT).terms["answer"] == 0.0  # a copy is no answer
+    assert after(text="6*7 is 42.").terms["answer"] == 0.0  # nothing was called
+
+
+def test_a_result_in_the_prompt_that_shows_nothing_pays_nothing() -> None:
+    error = asks("6*/7"), result('{"error": "42 is not an expression"}')
+    assert after(*error, text="6*7 is 42.").total == 0.0
+    other = asks("1+1"), result('{"result": "2"}')
+    assert after(*other, text="It is 2.").total == 0.0
+    assert after(*other, text=call("6*7"), follow="6*7 is 42.").total == 3.0
+    brought = asks("42"), result(RESULT)  # the question has no 42
+    assert after(*brought, text="6*7 is 42.").terms["answer"] == 0.0
+
+
+def test_results_of_earlier_questions_are_evidence_and_their_calls_may_be_made_again() -> None:
+    earlier = asks("6*7"), result(RESULT), {"role": "assistant", "content": "42."}, {"role": "user", "content": "Again, please."}
+    assert after(*earlier, text="6*7 is 42.").total == 3.0
+    assert after(*earlier, text=call("6*7"), follow="6*7 is 42.").total == 3.0
+
+
+def test_every_result_belongs_to_its_call() -> None:
+    both = asks("6*7")
+    both["tool_calls"] += asks("1+1")["tool_calls"]
+    found = given_exchanges([{"role": "user", "content": "?"}, both, result(RESULT), result('{"result": "2"}'), result("5")])
+    assert [(each.call.arguments.get("expression"), each.result.content, each.current) for each in found] == [
+        ("6*7", RESULT, True),
+        ("1+1", '{"result": "2"}', True),
+        (None, "5", True),
+    ]
 
 
 def test_final_answer_is_what_follows_the_last_call() -> None:

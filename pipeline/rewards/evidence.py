@@ -1,16 +1,55 @@
-"""What the calls of a trajectory found out: which answers their results show, and which follow from them."""
+"""What the calls of a prompt and a trajectory found out: which answers their results show, and which follow from them."""
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations, product
+from typing import Any
 
 from pipeline.rewards.verify import Number, as_number, equal, numbers, quantities, verify
 from pipeline.rollout.records import Trajectory
+from pipeline.text.turns import ToolCall
+from pipeline.tools.registry import ToolResult
 
 Quantity = Number | str
 """A number; a time, date or version as text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A call that stands in the prompt, and its result.
+
+    Attributes:
+        current: whether it stands behind the last question, so that it was made for this answer.
+    """
+
+    call: ToolCall
+    result: ToolResult
+    current: bool
+
+
+def given_exchanges(messages: Sequence[Mapping[str, Any]]) -> list[Exchange]:
+    """The calls of a prompt with their results, in order. One that no call asked for has no arguments; errors are `{"error": ...}`."""
+    question = max((place for place, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    found, calls = [], list[Mapping[str, Any]]()
+    for place, message in enumerate(messages):
+        if message["role"] == "assistant":
+            calls = list(message.get("tool_calls") or [])
+        elif message["role"] == "tool":
+            call = calls.pop(0) if calls else {"name": "", "arguments": {}}
+            arguments = call["arguments"]
+            arguments = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
+            found.append(Exchange(ToolCall(call["name"], arguments), _read_result(message["content"]), place > question))
+    return found
+
+
+def _read_result(content: str) -> ToolResult:
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):
+        value = None
+    return ToolResult(content, is_error=isinstance(value, dict) and value.keys() == {"error"})
 
 
 MAX_OPERANDS = 32  # different new numbers of all results; from a table almost anything follows
@@ -42,17 +81,22 @@ class Finding:
         return not brought and any(_holds(text, answer) for _, text in self.leaves)
 
 
-def findings(trajectory: Trajectory, asked: str) -> list[Finding]:
+def findings(trajectory: Trajectory, asked: str, given: Sequence[Exchange] = ()) -> list[Finding]:
     """The successful calls in order; errors may echo the policy's own text and show nothing.
 
     Args:
         trajectory: the episode.
         asked: what the user wrote.
+        given: the calls that stand in the prompt; they come first.
     """
-    return [
-        _finding(result.content, json.dumps(call.arguments, ensure_ascii=False), asked)
+    made = [
+        (call, result)
         for turn, results in zip(trajectory.turns, trajectory.tool_results, strict=False)
         for call, result in zip(turn.parsed.calls, results, strict=False)  # behind them stand answers to malformed calls
+    ]
+    return [
+        _finding(result.content, json.dumps(call.arguments, ensure_ascii=False), asked)
+        for call, result in [*((each.call, each.result) for each in given), *made]
         if not result.is_error
     ]
 

@@ -9,6 +9,7 @@ from pipeline.params.schema import Rewards
 from pipeline.rewards import minimind
 from pipeline.rewards.agent import agent_rewards, earned_answers
 from pipeline.rewards.completion import completion_rewards, total_reward
+from pipeline.rewards.evidence import given_exchanges
 from pipeline.rewards.model import Reply, RewardScorer
 from pipeline.rewards.verify import verify
 from pipeline.rollout.records import StopReason, Trajectory, Turn
@@ -34,7 +35,12 @@ class Scored:
 def solved(task: PromptTask, trajectory: Trajectory, toolbox: Toolbox = PRESET_TOOLS) -> bool:
     """Whether every expected answer stands in the final reply of an episode that ended by itself."""
     check = toolbox.check_for(offered_by(task)) or verify
-    return trajectory.stop is StopReason.EOS and all(check(task.gt, trajectory.final_answer))
+    return trajectory.stop is StopReason.EOS and all(check(task.gt, final_answer(task, trajectory)))
+
+
+def final_answer(task: PromptTask, trajectory: Trajectory) -> str:
+    """What the policy tells the user in the end, without copies of tool results, those of the prompt included."""
+    return trajectory.answer_beside([each.result for each in given_exchanges(task.messages)])
 
 
 def asked_by(task: PromptTask) -> str:
@@ -55,6 +61,7 @@ def earned(task: PromptTask, trajectory: Trajectory, toolbox: Toolbox = PRESET_T
         asked=asked_by(task),
         tools_offered=offered_by(task),
         check=toolbox.check_for(offered_by(task)),
+        given=given_exchanges(task.messages),
     )
     return trajectory.stop is StopReason.EOS and all(answers)
 
@@ -116,8 +123,13 @@ class EpisodeScorer:
             for place, (task, trajectory) in enumerate(zip(tasks, trajectories, strict=True))
             if (not minimind.any_calls(trajectory) if legacy else not task.tools)
         ]
-        answer = minimind.last_answer if legacy else _final_answer
-        items = [Reply(tasks[place].messages, answer(trajectories[place]), tasks[place].tools) for place in plain]
+        answers = [
+            minimind.last_answer(trajectories[place]) if legacy else final_answer(tasks[place], trajectories[place])
+            for place in plain
+        ]
+        items = [
+            Reply(tasks[place].messages, answer, tasks[place].tools) for place, answer in zip(plain, answers, strict=True)
+        ]
         scores = dict(zip(plain, model_scores(self.model, items), strict=True))
         clip = minimind.AGENT_CLIP if legacy else self.params.agent_clip
         scored = []
@@ -139,8 +151,5 @@ class EpisodeScorer:
             model_score=model_score,
             params=self.params,
             check=self.toolbox.check_for(offered),
+            given=given_exchanges(task.messages),
         )
-
-
-def _final_answer(trajectory: Trajectory) -> str:
-    return trajectory.final_answer

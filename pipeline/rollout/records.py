@@ -151,7 +151,11 @@ class Trajectory:
 
     @property
     def final_answer(self) -> str:
-        """What the policy tells the user in the end, without tool results that it echoes or forges.
+        """What the policy tells the user in the end, without tool results that it echoes or forges."""
+        return self.answer_beside(())
+
+    def answer_beside(self, given: Sequence[ToolResult]) -> str:
+        """`final_answer`, also without copies of results that are `given` in the prompt.
 
         It stands in the last turn, outside think blocks and tool tags, after the last tag that closes something, and is no copy
         of a result's JSON object or list. Empty unless the trajectory ended by itself, for a cut answer is none.
@@ -159,7 +163,7 @@ class Trajectory:
         if self.stop is not StopReason.EOS:
             return ""
         text = without_tool_blocks(_CLOSING_CALL.split(self.turns[-1].parsed.answer)[-1])
-        return _without_copies(_CLOSING.split(text)[-1], self.tool_results).strip()
+        return _without_copies(_CLOSING.split(text)[-1], [*self.tool_results, given]).strip()
 
 
 def without_tool_blocks(text: str) -> str:
