@@ -30,7 +30,7 @@ class Exchange:
 
 
 def given_exchanges(messages: Sequence[Mapping[str, Any]]) -> list[Exchange]:
-    """The calls of a prompt with their results, in order. One that no call asked for has no arguments; errors are `{"error": ...}`."""
+    """The calls of a prompt with their results, in order. One that no call asked for has no arguments."""
     question = max((place for place, message in enumerate(messages) if message["role"] == "user"), default=-1)
     found, calls = [], list[Mapping[str, Any]]()
     for place, message in enumerate(messages):
