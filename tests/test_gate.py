@@ -1,6 +1,7 @@
 """The regression gate: what counts as worse, and what the stage does about it."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -10,14 +11,14 @@ from typing import get_args
 import pytest
 
 from pipeline.evaluation.catalogue import METRICS
-from pipeline.evaluation.gate import regressions
+from pipeline.evaluation.gate import regressions, unproven
 from pipeline.params.schema import GatedMetric
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def estimate(name: str, low: float, value: float, high: float) -> dict[str, float]:
-    return {name: value, f"{name}_low": low, f"{name}_high": high, f"{name}_n": 200.0}
+def estimate(name: str, low: float, value: float, high: float, n: float = 200.0) -> dict[str, float]:
+    return {name: value, f"{name}_low": low, f"{name}_high": high, f"{name}_n": n}
 
 
 PARENT = estimate("reward_mean", 0.2, 0.3, 0.4) | estimate("bits_per_byte", 1.4, 1.5, 1.6)
@@ -54,7 +55,26 @@ def test_a_line_per_model_with_all_that_is_worse() -> None:
     assert list(regressions(measured, [])) == []
 
 
-@pytest.mark.parametrize(("gate", "code"), [("null", 0), ("[reward_mean]", 7), ("[bits_per_byte]", 0)])
+def test_too_few_rows_prove_nothing_and_are_named() -> None:
+    few = {model: estimate("reward_mean", 0.1, 0.1, 0.1, n) for model, n in (("dpo", 1.0), ("grpo", 19.0), ("ppo", 20.0))}
+    measured = {"full_sft": estimate("reward_mean", 0.9, 0.9, 0.9), **few}
+    (line,) = unproven(measured, ["reward_mean"])
+    assert line.startswith("reward_mean proves nothing about dpo, grpo: measured on 1 to 19 rows, at least 20 are needed")
+    assert [line.split()[0] for line in regressions(measured, ["reward_mean"])] == ["ppo"]
+    assert list(unproven(measured, ["tool_success"])) == [
+        "tool_success proves nothing: no model and its parent were measured by it"
+    ]
+    assert list(unproven({"full_sft": PARENT, "dpo": PARENT, "reward": {}}, ["reward_mean"])) == []
+
+
+@pytest.mark.parametrize("name", ["reward_mean", "bits_per_byte"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_never_good(name: str, value: float) -> None:
+    own = PARENT | estimate(name, value, value, value)
+    assert len(list(regressions({"full_sft": PARENT, "dpo": own}, [name]))) == 1
+
+
+@pytest.mark.parametrize(("gate", "code"), [("null", 0), ("[reward_mean]", 7), ("[bits_per_byte]", 0), ("[tool_success]", 0)])
 def test_stage_fails_with_its_code(tmp_path: Path, gate: str, code: int) -> None:
     params = (ROOT / "profiles/micro.yaml").read_text(encoding="utf-8")
     (tmp_path / "params.yaml").write_text(params.replace("  gate: null", f"  gate: {gate}"), encoding="utf-8")
@@ -65,6 +85,7 @@ def test_stage_fails_with_its_code(tmp_path: Path, gate: str, code: int) -> None
     assert ended.returncode == code, ended.stderr
     end = json.loads((tmp_path / ".runs/gate/exit.json").read_text())
     assert end["code"] == code
+    assert ("gate: tool_success proves nothing" in ended.stderr) is ("tool_success" in gate)
     if code:
         assert end["reason"].startswith("dpo is worse than full_sft: reward_mean 0.100"), end
         hint, line = ended.stderr.splitlines()

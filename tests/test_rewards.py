@@ -19,8 +19,9 @@ from pipeline.params.schema import Rewards
 from pipeline.rewards.agent import agent_rewards
 from pipeline.rewards.completion import completion_rewards, total_reward
 from pipeline.rewards.evidence import given_exchanges
+from pipeline.rewards.evidence import given_exchanges
 from pipeline.rewards.model import ExternalRewardModel, Reply, TrainedRewardModel, flat_question
-from pipeline.rewards.rules import repetition, span_reward, thinking_reward
+from pipeline.rewards.rules import clamped, repetition, span_reward, thinking_reward
 from pipeline.rewards.scoring import CompletionScorer, EpisodeScorer, Scored, earned, solved
 from pipeline.rewards.verify import verify
 from pipeline.rollout.records import StopReason, Trajectory, Turn
@@ -690,6 +691,14 @@ def test_without_tools_length_and_reward_model_count_and_answers_need_no_call() 
     assert {name: value for name, value in terms.items() if value} == {"answer": 2.5, "length": 0.5, "model": 0.4}
     assert Played(["Hello, how are you?"], [], offered=(), score=-0.4).total() == pytest.approx(0.1)
     assert Played(["Hello, how are you?"], [], score=3.0).total() == 0.0  # tools offered: the model has no say
+
+
+@given(st.floats(allow_nan=True, allow_infinity=True), st.floats(0.1, 5))
+def test_a_clamped_value_lies_in_its_bounds_and_nan_is_the_worst(value: float, bound: float) -> None:
+    assert -bound <= clamped(value, bound) <= bound
+    if not value > -bound:
+        assert clamped(value, bound) == -bound
+    assert total_reward({"a": float("nan")}, 3.0) == -3.0
 
 
 # --- results that stand in the prompt

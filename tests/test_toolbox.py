@@ -295,7 +295,11 @@ def test_whatever_a_tool_and_a_checker_raise_stays_theirs(write: Callable[..., T
     assert result.is_error and list(json.loads(result.content)) == ["error"]
     check = toolbox.check_for(["f"])
     assert check is not None and check(["5"], "a reply") == [True]
-    assert check(["5", "6"], "another") == [False, False] or "Lazy" in end
+    if "Lazy" in end:
+        with pytest.raises(DataError, match="a str is no flag"):
+            check(["5", "6"], "another")
+    else:
+        assert check(["5", "6"], "another") == [False, False]
 
 
 @pytest.mark.parametrize("end", ENDS)
@@ -465,3 +469,37 @@ def test_results_hold_no_surrogates() -> None:
 def test_the_presets_have_the_same_tools() -> None:
     assert set(FUNCTIONS) == set(TOOL_NAMES)
     assert replace(MINIMIND, preset="default") == PRESET_TOOLS
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("float('nan')", "a float of nan is no flag"),
+        ("0.3", "a float of 0.3 is no flag"),
+        ("-1", "a int of -1 is no flag"),
+        ("None", "TypeError"),
+        ("'no'", "a str is no flag"),
+    ],
+)
+def test_a_checker_that_returns_no_flags_is_an_error_whenever_it_does(
+    write: Callable[..., Toolbox], value: str, said: str
+) -> None:
+    at_once = HEAD + f"TOOLS = [{TOOL % {}}]\ndef check(gt, answer): return [{value} for _ in gt]"
+    with pytest.raises(DataError, match="must return a list with one bool") as caught:
+        write(at_once)
+    assert said in str(caught.value)
+    later = at_once.replace("return [", "return [True for _ in gt] if answer == 'a reply' else [")
+    check = write(later).check_for(["f"])
+    assert check is not None and check(["5"], "a reply") == [True]
+    with pytest.raises(DataError) as caught:
+        check(["5"], "another\nreply")
+    line = str(caught.value)
+    assert line.startswith("external/my_tools.py: check(['5'], 'another") and said in line and "\n" not in line
+
+
+@pytest.mark.parametrize("value", ["True", "1", "1.0", "numpy.bool_(True)"])
+def test_flags_are_whatever_is_true_or_false(write: Callable[..., Toolbox], value: str) -> None:
+    check = write(HEAD + f"import numpy\nTOOLS = [{TOOL % {}}]\ndef check(gt, answer): return [{value} for _ in gt]").check_for(
+        ["f"]
+    )
+    assert check is not None and check(["5", "6"], "x") == [True, True]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from pipeline.params.schema import Rewards
-from pipeline.rewards.rules import repetition, span_reward, thinking_reward
+from pipeline.rewards.rules import clamped, repetition, span_reward, thinking_reward
 from pipeline.text.turns import ParsedTurn
 
 
@@ -35,10 +35,10 @@ def model_reward(score: float | None, params: Rewards) -> float:
     """The weighted score, clamped to +- `model_clip` before weighting; 0 without one."""
     if score is None:
         return 0.0
-    return params.model * max(-params.model_clip, min(params.model_clip, score))
+    return params.model * clamped(score, params.model_clip)
 
 
 def total_reward(terms: Mapping[str, float], clip: float | None = None) -> float:
     """Sum of the terms, clamped to +- `clip` where one is given."""
     total = sum(terms.values())
-    return total if clip is None else max(-clip, min(clip, total))
+    return total if clip is None else clamped(total, clip)

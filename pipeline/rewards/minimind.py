@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from pipeline.rewards.rules import clamped
 from pipeline.rollout.records import Trajectory
 
 ANSWER_CHARS = (20, 800)  # of a completion, thinking included
@@ -55,7 +56,7 @@ def completion_terms(response: str, model_score: float) -> dict[str, float]:
         "length": _length(response, ANSWER_CHARS),
         "thinking": _thinking(response),
         "repetition": -repetition(answer_of(response)),
-        "model": _clamped(model_score, MODEL_CLIP),
+        "model": clamped(model_score, MODEL_CLIP),
         "unfinished": 0.0,
     }
 
@@ -87,7 +88,7 @@ def agent_terms(
             "length": _length(response, AGENT_CHARS),
             "thinking": _thinking(response),
             "repetition": -repetition(answer),
-            "model": 0.0 if model_score is None else _clamped(model_score, MODEL_CLIP),
+            "model": 0.0 if model_score is None else clamped(model_score, MODEL_CLIP),
         }
     valid = sum(name in tools_offered and _arguments_pass(name, arguments) for name, arguments in calls)
     gap = abs(valid - len(gt)) + len(calls) - valid
@@ -176,7 +177,3 @@ def _parse_call(body: str) -> Call | None:
         except (ValueError, RecursionError):
             arguments = {}
     return (name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None
-
-
-def _clamped(value: float, bound: float) -> float:
-    return max(-bound, min(bound, value))

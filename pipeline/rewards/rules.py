@@ -1,5 +1,6 @@
 """Rules that read text alone: length, thinking, repetition."""
 
+import math
 import re
 from collections.abc import Hashable, Sequence
 
@@ -17,6 +18,11 @@ CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff
 _TOKEN = re.compile(rf"[{CJK}]|[^\W{CJK}]+|[^\w\s]")
 _STUTTER = re.compile(r"([^\W\d]+?)\1{2,}")  # hahaha
 _SENTENCE_END = re.compile(r"[。！？；!?;\n]+|\.(?=\s|$)")
+
+
+def clamped(value: float, bound: float) -> float:
+    """The value between +- `bound`; NaN is the worst, which `min` and `max` would make the best."""
+    return -bound if math.isnan(value) else max(-bound, min(bound, value))
 
 
 def span_reward(text: str, span: Span) -> float:

@@ -1,5 +1,6 @@
 """What answers the calls of a stage: the tools of a preset, and those of a user's own file with its own checker."""
 
+import math
 import runpy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from typing import Any, Literal
 from pipeline.errors import DataError
 from pipeline.params.schema import Tools
 from pipeline.tools.minimind import minimind_result
-from pipeline.tools.registry import ARGUMENT_TYPES, TOOLS, Tool, ToolResult, call_tool, described, offer_fault
+from pipeline.tools.registry import ARGUMENT_TYPES, MAX_REASON_CHARS, TOOLS, Tool, ToolResult, call_tool, described, offer_fault
 from pipeline.tools.simulated import shown
 
 Check = Callable[[Sequence[str], str], list[bool]]
@@ -108,12 +109,13 @@ def _schema_fault(tool: Tool) -> str | None:
 
 
 def _checked(check: Any, path: Path) -> Check:
-    """The user's checker behind a boundary: where it fails on what a policy wrote, nothing is found.
+    """The user's checker behind a boundary: where it raises on what a policy wrote, nothing is found.
 
-    A first call on a harmless text tells a checker that never works from one that meets an odd answer.
+    What it returns must be flags, always: anything else (a score, NaN, one too few) would be taken for an answer that is there. A
+    first call on a harmless text tells a checker that never works from one that meets an odd answer.
 
     Raises:
-        DataError: the first call fails.
+        DataError: the first call fails, or any call returns something else.
     """
     try:
         _flags(check(["5"], "a reply"), 1)
@@ -124,17 +126,32 @@ def _checked(check: Any, path: Path) -> Check:
 
     def safe(gt: Sequence[str], answer: str) -> list[bool]:
         try:
-            return _flags(check([*gt], answer), len(gt))
+            found = [*check([*gt], answer)]
         except KeyboardInterrupt:
             raise
         except BaseException:  # noqa: BLE001 - as above
             return [False] * len(gt)
+        try:
+            return _flags(found, len(gt))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 - as above
+            call = f"check({[*gt]!r}, {answer[:MAX_REASON_CHARS]!r})"
+            raise DataError(f"{path}: {call} must return a bool per expected answer ({described(error)})") from None
 
     return safe
 
 
 def _flags(found: Any, expected: int) -> list[bool]:
-    flags = [bool(flag) for flag in found]
+    flags = [_flag(value) for value in found]
     if len(flags) != expected:
         raise ValueError(f"got {len(flags)} flags for {expected} expected answers")
     return flags
+
+
+def _flag(value: Any) -> bool:
+    """Of a bool, also numpy's, and of 0 and 1."""
+    number = math.nan if isinstance(value, str | bytes) else float(value)
+    if number not in (0.0, 1.0):
+        raise ValueError(f"a {type(value).__name__}{'' if isinstance(value, str | bytes) else f' of {number:g}'} is no flag")
+    return number == 1.0

@@ -214,7 +214,7 @@ def _panel(run: Run) -> str:
 def _move_best(client: MlflowClient, stage: str, name: str) -> None:
     """Gives the alias to the best of the versions that were measured on the panel of the newest measurement."""
     key = f"eval.{JUDGED_BY[stage]}"
-    measured = [version for version in _versions(client, name) if key in version.tags]
+    measured = [version for version in _versions(client, name) if math.isfinite(float(version.tags.get(key, math.nan)))]
     if not measured:
         return
     panel = max(measured, key=lambda version: int(version.tags[AT])).tags[PANEL]
