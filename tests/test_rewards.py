@@ -19,7 +19,6 @@ from pipeline.params.schema import Rewards
 from pipeline.rewards.agent import agent_rewards
 from pipeline.rewards.completion import completion_rewards, total_reward
 from pipeline.rewards.evidence import given_exchanges
-from pipeline.rewards.evidence import given_exchanges
 from pipeline.rewards.model import ExternalRewardModel, Reply, TrainedRewardModel, flat_question
 from pipeline.rewards.rules import clamped, repetition, span_reward, thinking_reward
 from pipeline.rewards.scoring import CompletionScorer, EpisodeScorer, Scored, earned, solved

@@ -127,9 +127,7 @@ class EpisodeScorer:
             minimind.last_answer(trajectories[place]) if legacy else final_answer(tasks[place], trajectories[place])
             for place in plain
         ]
-        items = [
-            Reply(tasks[place].messages, answer, tasks[place].tools) for place, answer in zip(plain, answers, strict=True)
-        ]
+        items = [Reply(tasks[place].messages, answer, tasks[place].tools) for place, answer in zip(plain, answers, strict=True)]
         scores = dict(zip(plain, model_scores(self.model, items), strict=True))
         clip = minimind.AGENT_CLIP if legacy else self.params.agent_clip
         scored = []
