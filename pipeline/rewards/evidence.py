@@ -32,12 +32,13 @@ class Exchange:
 def given_exchanges(messages: Sequence[Mapping[str, Any]]) -> list[Exchange]:
     """The calls of a prompt with their results, in order. One that no call asked for has no arguments."""
     question = max((place for place, message in enumerate(messages) if message["role"] == "user"), default=-1)
-    found, calls = [], list[Mapping[str, Any]]()
+    found: list[Exchange] = []
+    calls: list[dict[str, Any]] = []
     for place, message in enumerate(messages):
         if message["role"] == "assistant":
             calls = list(message.get("tool_calls") or [])
         elif message["role"] == "tool":
-            call = calls.pop(0) if calls else {"name": "", "arguments": {}}
+            call: dict[str, Any] = calls.pop(0) if calls else {"name": "", "arguments": {}}
             arguments = call["arguments"]
             arguments = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
             found.append(Exchange(ToolCall(call["name"], arguments), _read_result(message["content"]), place > question))
