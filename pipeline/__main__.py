@@ -2,6 +2,7 @@
 
 import os
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated
 
@@ -244,6 +245,8 @@ def chat(
     opened = device.prepare(open_model(model, tokenizer))
     restricted = truncation if truncation != Truncation() else None
     conversation = Conversation(opened, tokenizer, device, temperature, thinking, tools, greedy, restricted)
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # a line that is no text is named, not raised
     if sys.stdin.isatty():
         typer.echo(f"{model}: write a line, end with Ctrl-D")
     for line in converse(conversation, sys.stdin):

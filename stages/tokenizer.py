@@ -13,8 +13,9 @@ from pipeline.data.corpus import corpus_texts
 from pipeline.lineage.declaration import declaration
 from pipeline.params import load_params
 from pipeline.stage import stage_run
+from pipeline.text.adoption import adopt_tokenizer
 from pipeline.text.quality import tokenizer_metrics
-from pipeline.text.tokenizer import adopt_tokenizer, load_tokenizer, train_tokenizer
+from pipeline.text.tokenizer import load_tokenizer, train_tokenizer
 
 PREPARED, OUT = Path("data/prepared"), Path("data/tokenizer")
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
+from pipeline.text.adoption import adopt_tokenizer
 from pipeline.text.chat import ChatEncoder, render_chat
-from pipeline.text.tokenizer import CONTROL_TOKENS, Tokenizer, adopt_tokenizer, load_tokenizer, train_tokenizer
+from pipeline.text.tokenizer import CONTROL_TOKENS, Tokenizer, load_tokenizer, train_tokenizer
 from pipeline.text.turns import ParsedTurn, ToolCall, parse_turn, split_thinking
 
 ORACLE = Path(__file__).parents[1].parent / "shared" / "data" / "oracle" / "chat_template.json"

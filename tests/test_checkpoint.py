@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from pipeline.checkpoint.files import load_model, load_state, model_meta, save_model, write_atomically
+from pipeline.checkpoint.files import load_meta, load_model, load_state, model_meta, save_model, write_atomically
 from pipeline.checkpoint.foreign import load_foreign
 from pipeline.checkpoint.lora import load_lora_model, lora_meta
 from pipeline.checkpoint.reward import load_reward_model
@@ -404,3 +404,10 @@ def test_a_damaged_folder_is_one_line(tmp_path, damage):
     with pytest.raises(DataError) as error:
         load_foreign(tmp_path, CONFIG)
     assert one_line(error).startswith(str(weights if damage in ("cut", "text") else description))
+
+
+def test_a_description_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "a.json").symlink_to("/proc/self/mem")  # a file that opens and gives EIO
+    with pytest.raises(DataError, match=r"a\.json: cannot be read: ") as caught:
+        load_meta(tmp_path / "a.pth", "causal_lm")
+    assert len(caught.value.lines) == 1

@@ -94,10 +94,19 @@ def test_chat_reads_lines(repository: Tokenizer, monkeypatch: pytest.MonkeyPatch
     for name in ("params.yaml", "data/world.yaml"):
         Path(name).write_bytes((root / name).read_bytes())
     monkeypatch.setattr(sys, "argv", ["pipeline", "chat", "full_sft", "--tools", "--thinking", "--top-p", "0.9"])
-    monkeypatch.setattr(sys, "stdin", io.StringIO("red\n"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\nred\n"), encoding="utf-8"))
     with pytest.raises(SystemExit) as ended:
         command_line.main()
-    assert not ended.value.code and capsys.readouterr().out
+    said = capsys.readouterr().out.splitlines()
+    assert not ended.value.code and said[0].startswith("(line 1 was not asked: it is not utf-8 text") and len(said) > 1
+
+
+def test_chat_names_a_line_that_is_no_text_and_goes_on(repository: Tokenizer) -> None:
+    conversation = Conversation(open_model("full_sft", repository), repository, CPU, temperature=1.0, greedy=True)
+    stdin = io.TextIOWrapper(io.BytesIO(b"r\xe9d\nred\n"), encoding="utf-8", errors="surrogateescape")
+    lines = list(converse(conversation, stdin))
+    assert lines[0].startswith("(line 1 was not asked") and "'r\\udce9d'" in lines[0] and len(lines) > 1
+    assert [message["content"] for message in conversation.messages if message["role"] == "user"] == ["red"]
 
 
 def test_check_says_what_dvc_would_not(

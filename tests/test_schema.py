@@ -329,6 +329,15 @@ def test_nesting_and_numbers_just_inside_are_data(tmp_path):
     assert read_source(write(tmp_path, number), "agent")[0].value["gt"] == ["1.5e+308"]
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "world.yaml"])
+def test_a_source_that_cannot_be_read_is_one_line(tmp_path, name):
+    source = tmp_path / name
+    source.symlink_to("/proc/self/mem")  # a file that opens and gives EIO
+    with pytest.raises(DataError) as error:
+        read_source(source, "dpo")
+    assert len(error.value.lines) == 1 and error.value.lines[0].startswith(f"{source}: cannot be read: ")
+
+
 def test_no_file_and_no_rows(tmp_path):
     with pytest.raises(DataError, match=r"absent\.jsonl: no such file; data\.sets\.dpo\.source"):
         read_source(tmp_path / "absent.jsonl", "dpo")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import tokenizers
@@ -16,8 +17,9 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
 from pipeline.errors import DataError
+from pipeline.text.adoption import adopt_tokenizer
 from pipeline.text.system_prompts import SYSTEM_PROMPTS
-from pipeline.text.tokenizer import CONTROL_TOKENS, Tokenizer, adopt_tokenizer, load_tokenizer, train_tokenizer
+from pipeline.text.tokenizer import CONTROL_TOKENS, Tokenizer, load_tokenizer, train_tokenizer
 
 CORPUS = [
     "The weather in Paris is mild today: 18 degrees,\n\n  and it will rain tomorrow. <think>never mind</think>\n",
@@ -203,6 +205,11 @@ def test_unfit_files_are_refused_in_one_line(folder: Path, tmp_path: Path) -> No
         (shifted, "added token 22 is None"),
         (flagged, "added token 21 is ('<tool_call>', True), must be (text, special) = ('<tool_call>', False)"),
         (_spelling_definition(), "its merges spell <think>"),
+        ({**good, "model": {**good["model"], "dropout": 0.1}}, "model.dropout=0.1: must be null"),
+        (
+            {**good, "added_tokens": [*good["added_tokens"], {**good["added_tokens"][-1], "id": 9999, "content": "<x>"}]},
+            "id 9999",
+        ),
     ):
         with pytest.raises(DataError) as caught:
             load_tokenizer(_write(tmp_path, definition))
@@ -213,6 +220,48 @@ def test_unfit_files_are_refused_in_one_line(folder: Path, tmp_path: Path) -> No
     with pytest.raises(DataError, match="no such file"):
         adopt_tokenizer(tmp_path / "nowhere", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_file_that_cannot_be_read_is_one_line(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").symlink_to("/proc/self/mem")  # a file that opens and gives EIO
+    with pytest.raises(DataError, match=r"tokenizer\.json: cannot be read: ") as caught:
+        load_tokenizer(tmp_path)
+    assert len(caught.value.lines) == 1
+
+
+def _joining_definition() -> dict[str, Any]:
+    """GPT-2's way: two newlines are one token, unless text follows them."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        show_progress=False,
+        special_tokens=[text for text, _ in CONTROL_TOKENS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(["\n\n", "a\n\n"] * 9, trainer)
+    definition: dict[str, Any] = json.loads(tokenizer.to_str())
+    for token, (_, special) in zip(definition["added_tokens"], CONTROL_TOKENS, strict=True):
+        token["special"] = special
+    return definition
+
+
+def test_a_tokenizer_with_which_chats_lose_their_spans_is_not_adopted(folder: Path, tmp_path: Path) -> None:
+    good = json.loads((folder / "tokenizer.json").read_bytes())
+    prefixed = json.loads(json.dumps(good).replace('"add_prefix_space": false', '"add_prefix_space": true'))
+    stripping = {**good, "added_tokens": [token | {"rstrip": token["id"] == 2} for token in good["added_tokens"]]}
+    for definition, reason in (
+        ({**good, "normalizer": {"type": "Lowercase"}}, "do not decode to its text"),
+        (prefixed, "do not decode to its text"),
+        (stripping, "other ids as a whole than span by span"),
+        (_joining_definition(), "joins its first token with the generation prompt"),
+    ):
+        load_tokenizer(_write(tmp_path, definition))  # ids and control tokens are as they must be
+        with pytest.raises(DataError) as caught:
+            adopt_tokenizer(tmp_path, tmp_path / "out")
+        assert reason in str(caught.value) and len(caught.value.lines) == 1 and not (tmp_path / "out").exists()
+    adopt_tokenizer(_write(tmp_path, good), tmp_path / "out")
 
 
 def test_ten_system_prompts() -> None:

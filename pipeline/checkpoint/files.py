@@ -135,6 +135,8 @@ def load_meta(path: Path, kind: str, tokenizer_digest: str | None = None) -> dic
         meta["model"] = ModelConfig.from_dict(meta["model"])
     except FileNotFoundError as error:
         raise DataError(f"{beside}: no such file; a checkpoint is a .pth and the .json beside it") from error
+    except OSError as error:
+        raise DataError(f"{beside}: cannot be read: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"{beside}: not the description of a checkpoint ({reason})") from error

@@ -1,6 +1,7 @@
 """A conversation with a trained model in the terminal."""
 
 import secrets
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -74,7 +75,13 @@ class Conversation:
 
 
 def converse(conversation: Conversation, questions: Iterable[str]) -> Iterator[str]:
-    """Lines to print for a stream of questions; empty ones are passed over."""
-    for question in questions:
-        if question.strip():
+    """Lines to print for a stream of questions; empty ones are passed over, those that are no text are named.
+
+    Args:
+        questions: lines; bytes that could not be decoded stand in them as lone surrogates (`surrogateescape`).
+    """
+    for number, question in enumerate(questions, start=1):
+        if any("\ud800" <= character <= "\udfff" for character in question):
+            yield f"(line {number} was not asked: it is not {sys.stdin.encoding} text; {ascii(question.strip()[:40])})"
+        elif question.strip():
             yield from conversation.ask(question.strip())

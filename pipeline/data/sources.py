@@ -18,8 +18,16 @@ def read_source(source: Path, set_name: str) -> list[Row]:
     Lines end in `\n` or `\r\n` (MiniMind's own files have both); the last line may lack its end.
 
     Raises:
-        DataError: one line `file:line: reason` per fault (the first 50, then how many more), or no such file, or no rows.
+        DataError: one line `file:line: reason` per fault (the first 50, then how many more), or no such file, one that cannot be
+            read, or no rows.
     """
+    try:
+        return _read(source, set_name)
+    except OSError as error:
+        raise DataError(f"{source}: cannot be read: {error.strerror or error}") from None
+
+
+def _read(source: Path, set_name: str) -> list[Row]:
     if not source.is_file():
         raise DataError(f"{source}: no such file; data.sets.{set_name}.source must name a JSONL file or a recipe (.yaml)")
     faults: list[str] = []

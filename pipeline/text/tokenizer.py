@@ -70,13 +70,14 @@ class Tokenizer:
     eos_id = 2
 
     def __init__(self, path: Path) -> None:
-        """Reads a tokenizer.json; raises DataError when it is unusable or its control tokens are not at ids 0-35."""
+        """Reads a tokenizer.json; raises DataError when it is unusable, draws at random, or numbers its tokens unlike ours."""
         definition = _read(path)
         self._full = _build(definition, path)
         self._plain = _build({**definition, "added_tokens": []}, path)
         _check_control_tokens(definition, self._plain, path)
         self._control_ids = {text: index for index, (text, _) in enumerate(CONTROL_TOKENS)}
         self.vocab_size: int = self._full.get_vocab_size(with_added_tokens=True)
+        _check_ids(definition, self._full, path)
         self.digest = hashlib.sha256(path.read_bytes()).hexdigest()
         splitters = (definition.get("pre_tokenizer") or {}).get("pretokenizers") or [None]
         self.isolates_newlines = definition.get("normalizer") is None and splitters[0] == _NEWLINE_SPLIT
@@ -92,6 +93,11 @@ class Tokenizer:
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode_text` of each text, in one call."""
         return [encoding.ids for encoding in self._plain.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Ids of a rendered text in which control tokens count, as other programs read it; never of what people wrote."""
+        ids: list[int] = self._full.encode(text, add_special_tokens=False).ids
+        return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of the ids; bytes that are not UTF-8 become U+FFFD. Think and tool tags stay visible either way."""
@@ -131,25 +137,16 @@ def train_tokenizer(texts: Iterable[str], folder: Path, *, vocab_size: int, spli
     definition = json.loads(tokenizer.to_str())
     for token, (_, special) in zip(definition["added_tokens"], CONTROL_TOKENS, strict=True):
         token["special"] = special  # the trainer marks all of them
-    _write_files(folder, _to_json(definition))
-
-
-def adopt_tokenizer(source: Path, folder: Path) -> None:
-    """Takes over `source`/tokenizer.json unchanged, with this project's configuration and chat template beside it.
-
-    Raises:
-        DataError: `source` holds no usable tokenizer.json, or its control tokens are not at ids 0-35.
-    """
-    load_tokenizer(source)
-    _write_files(folder, (source / TOKENIZER_FILE).read_bytes())
+    write_files(folder, _to_json(definition))
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a folder that `train_tokenizer` or `adopt_tokenizer` wrote; DataError when it does not fit."""
+    """The tokenizer of a folder that `train_tokenizer` or `adoption.adopt_tokenizer` wrote; DataError when it does not fit."""
     return Tokenizer(folder / TOKENIZER_FILE)
 
 
-def _write_files(folder: Path, serialized: bytes) -> None:
+def write_files(folder: Path, serialized: bytes) -> None:
+    """A tokenizer's JSON, with this project's configuration and chat template beside it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / TOKENIZER_FILE).write_bytes(serialized)
     (folder / CONFIG_FILE).write_bytes(_to_json(_HUGGING_FACE_CONFIG))
@@ -165,6 +162,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise DataError(f"{path}: no such file; `dvc repro tokenizer` makes data/tokenizer, tokenizer.init_from names another")
     try:
         definition = json.loads(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise DataError(f"{path}: not JSON: {error}") from error
     if not isinstance(definition, dict):
@@ -192,3 +191,14 @@ def _check_control_tokens(definition: dict[str, Any], plain: tokenizers.Tokenize
             )
         if any(i < len(CONTROL_TOKENS) for i in plain.encode(expected[0], add_special_tokens=False).ids):
             raise DataError(f"{path}: its merges spell {expected[0]}, so text could not be told from that control token")
+
+
+def _check_ids(definition: dict[str, Any], full: tokenizers.Tokenizer, path: Path) -> None:
+    """The same text must always have the same ids, and each of them a row of the embedding."""
+    if definition["model"].get("dropout"):
+        raise DataError(f"{path}: model.dropout={definition['model']['dropout']:g}: must be null, ids would be drawn at random")
+    ids = {token["content"]: token["id"] for token in definition["added_tokens"]} | full.get_vocab(with_added_tokens=True)
+    stated = max((token["id"], token["content"]) for token in definition["added_tokens"])
+    largest, token = max(stated, max((number, text) for text, number in ids.items()))
+    if largest >= len(ids):
+        raise DataError(f"{path}: token {token!r} has id {largest}; its {len(ids)} tokens must have the ids 0 to {len(ids) - 1}")
