@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_lineage import commit, dvc, git
 
 from pipeline.errors import HeldError
 from pipeline.evaluation.panel import Examination
@@ -18,7 +19,8 @@ from pipeline.params.schema import Runtime
 from pipeline.stage import stage_run
 from pipeline.supervise import hold, hold_unless, is_held
 from pipeline.tracking.home import VARIABLE, home
-from pipeline.tracking.run_folder import read_json
+from pipeline.tracking.records import is_complete
+from pipeline.tracking.run_folder import RunFolder, read_json
 
 ROOT = Path(__file__).parents[1]
 
@@ -51,6 +53,70 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
 def test_home_is_the_root_unless_the_environment_names_another(tmp_path: Path) -> None:
     assert home(tmp_path, {}) == tmp_path.resolve() == home(tmp_path, {VARIABLE: ""})
     assert home(tmp_path, {VARIABLE: "/elsewhere"}) == Path("/elsewhere")
+
+
+def test_home_of_a_copy_that_dvc_makes_is_its_workspace(tmp_path: Path) -> None:
+    for below in ("standalone/tmp1", "tmp2", "tmp3/folder/of/a/larger/repository"):
+        assert home(tmp_path / ".dvc/tmp/exps" / below, {}) == tmp_path.resolve()
+    assert home(tmp_path / "exps/tmp1", {}) == (tmp_path / "exps/tmp1").resolve()
+    assert home(tmp_path / ".dvc/tmp/exps/tmp1", {VARIABLE: "/elsewhere"}) == Path("/elsewhere")
+
+
+DVC = """
+stages:
+  grpo:
+    cmd: exec python step.py
+    deps: [step.py]
+    params: [grpo.lr]
+    outs: [checkpoints/grpo.pth]
+artifacts:
+  minimind-grpo: {path: checkpoints/grpo.pth, type: model}
+"""
+STEP = f"""
+from pathlib import Path
+from pipeline.params import load_params
+from pipeline.stage import stage_run
+from pipeline.yaml_files import read_yaml
+
+params = read_yaml(Path("params.yaml"))
+runtime = load_params(Path({str(ROOT / "params.yaml")!r})).runtime.model_copy(update={{"progress": "off"}})
+with stage_run("grpo", params=params, inputs=["step.py"], runtime=runtime) as run:
+    run.log(1, {{"reward/mean": params["grpo"]["lr"]}})
+    Path("checkpoints").mkdir(exist_ok=True)
+    Path("checkpoints/grpo.pth").write_text(str(params))
+"""
+WAYS = {
+    0.5: (["repro"],),
+    0.25: (["exp", "run", "-S", "grpo.lr=0.25"],),
+    0.125: (["exp", "run", "--temp", "-S", "grpo.lr=0.125"],),
+    0.0625: (["exp", "run", "--queue", "-S", "grpo.lr=0.0625"], ["exp", "run", "--run-all"]),
+}
+
+
+@pytest.mark.slow
+def test_every_way_that_dvc_runs_a_stage_ends_in_the_same_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for name, text in {"dvc.yaml": DVC, "step.py": STEP, "params.yaml": "grpo:\n  lr: 0.5\n"}.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / ".gitignore").write_text("/.runs\n/checkpoints\n/mlflow.db\n/mlartifacts\n/.mlflow.lock\n__pycache__\n")
+    git(tmp_path, "init", "--quiet")
+    dvc(tmp_path, "init", "--quiet")
+    for lr, commands in WAYS.items():
+        for command in commands:
+            dvc(tmp_path, *command)
+        if lr == 0.5:
+            commit(tmp_path, "lineage")
+    runs = [RunFolder(path.parent) for path in (tmp_path / ".runs/grpo").glob("*/*/run.json")]
+    assert sorted(read_json(run.about)["params"]["grpo"]["lr"] for run in runs) == sorted(WAYS)
+    wait_for(lambda: all(is_complete(run) for run in runs), 120)
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    wait_for(lambda: len(client.search_model_versions("name = 'minimind-grpo'")) == len(WAYS), 60)
+    made = {read_json(run.exit)["outputs"]["checkpoints/grpo.pth"] for run in runs}
+    assert {version.tags["checkpoint.md5"] for version in client.search_model_versions("name = 'minimind-grpo'")} == made
+    assert len(made) == len(WAYS) and not list((tmp_path / ".dvc").rglob("mlflow.db"))
+    assert {run.info.status for run in client.search_runs(["1"]) if "run.uid" in run.data.tags} == {"FINISHED"}
 
 
 def test_a_run_goes_on_in_another_copy(copies: tuple[Path, Path], tmp_path: Path) -> None:
