@@ -112,6 +112,21 @@ def test_chat_columns(tmp_path, tokenizer, prepared):
     assert encoded[3]["num_bytes"] == 2 * (19 + 1 + 1)
 
 
+def test_what_a_model_must_write(tmp_path, tokenizer, prepared):
+    """Without what generation prompts give it, an empty block or the opening of one, and the newline behind a turn."""
+    call = {"name": "f", "arguments": {}}
+    turns = [*chat("Q", "", reasoning_content="why\n", tool_calls=[call]), {"role": "tool", "content": "1"}]
+    turns += [{"role": "assistant", "content": "\n你好"}, *chat("<think>\n\n</think>\n\n", "x")]
+    folder = prepared("full_sft", [{"conversations": turns}, {"conversations": chat("other")}])
+    encode_set("full_sft", folder, tmp_path / "out", tokenizer, max_seq_len=500, max_dropped_frac=0.0)
+    (row,) = [row for split in ("train", "held_out") for row in read(tmp_path / "out", split) if row["line"] == 1]
+    written = [token for token, flag in zip(row["ids"], row["written"], strict=True) if flag]
+    first = 'why\n</think>\n\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    assert tokenizer.decode_all(written) == f"{first}<|im_end|>你好<|im_end|>x<|im_end|>"
+    assert row["written_bytes"] == len(f"{first}你好x".encode())
+    assert all(trained >= flag for trained, flag in zip(row["trained"], row["written"], strict=True))
+
+
 def test_pair_columns(tmp_path, tokenizer, prepared):
     rows = [{"chosen": chat(f"Q{n}", "good"), "rejected": chat(f"Q{n}", "quite bad", reasoning_content="r")} for n in range(3)]
     folder = prepared("dpo", rows)
@@ -184,7 +199,16 @@ def test_datasets_opens_the_files_and_the_bytes_repeat(tmp_path, tokenizer, prep
     for name in ("train.arrow", "held_out.arrow", "report.json"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     opened = datasets.Dataset.from_file(str(tmp_path / "a" / "train.arrow"))
-    assert opened.column_names == ["line", "ids", "trained", "empty_thinks", "takes_system", "num_bytes"]
+    assert opened.column_names == [
+        "line",
+        "ids",
+        "trained",
+        "empty_thinks",
+        "takes_system",
+        "num_bytes",
+        "written",
+        "written_bytes",
+    ]
     assert opened[:]["ids"] == [row["ids"] for row in read(tmp_path / "a")]
     with pa.memory_map(str(tmp_path / "a" / "train.arrow")) as file, pa.ipc.open_stream(file) as reader:
         assert len(list(reader)) >= 2

@@ -149,6 +149,28 @@ def test_validation_is_the_mean_over_all_held_out_tokens(sets: Path, tokenizer: 
     assert set(metrics) == {"val/loss", "val/bits_per_byte"}
 
 
+def test_chats_are_validated_over_what_is_written_as_well(sets: Path, tokenizer: Tokenizer) -> None:
+    """Row by row: behind the empty think block and before the newline after <|im_end|>, by torch's own function."""
+    task, _ = language_task(sets, tokenizer, make_settings(), make_model(tokenizer, sharpness=4.0), name="full_sft")
+    metrics, model = validate(task), task.state.modules["model"]
+    total, tokens, num_bytes, everything = 0.0, 0, 0, 0
+    with torch.no_grad():
+        for ids, labels in batch_rows(list(task.held_out.in_order())):
+            trained = (labels != -100).nonzero().flatten()
+            close = (labels == tokenizer.control_id("</think>")).nonzero().flatten()[0]
+            shown = labels.clone()
+            shown[: close + 3] = -100  # the tag and two newlines
+            shown[trained[-1]] = -100
+            total += float(row_loss(model, ids, shown))
+            kept = shown[shown != -100]
+            tokens, everything = tokens + len(kept), everything + len(trained)
+            num_bytes += len(tokenizer.decode(kept.tolist()).encode())
+    assert everything - tokens == 7 * sum(len(batch.rows) for batch in task.held_out.in_order())
+    assert metrics["val/loss_written"] == pytest.approx(total / tokens, abs=1e-5)
+    assert metrics["val/bits_per_byte_written"] == pytest.approx(total / math.log(2) / num_bytes, abs=1e-5)
+    assert set(metrics) == {"val/loss", "val/bits_per_byte", "val/loss_written", "val/bits_per_byte_written"}
+
+
 def test_no_epochs_take_the_weights_over(sets: Path, tokenizer: Tokenizer) -> None:
     settings = make_settings().model_copy(update={"epochs": 0})
     task, _ = language_task(sets, tokenizer, settings, make_model(tokenizer))

@@ -6,7 +6,7 @@ order, with which augmentation. So nothing needs saving to resume, and skipping 
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class Batch:
         num_trained: how many labels are not -100.
         rows: B row numbers (from 0) in the encoded file.
         row_bytes: per row the UTF-8 bytes of the text behind its labels, before augmentation: the unit of bits per byte.
+        written: of chats as stored, which labels a model must really write; None where nobody asks.
     """
 
     input_ids: Tensor
@@ -46,6 +47,7 @@ class Batch:
     num_trained: int
     rows: list[int]
     row_bytes: list[int]
+    written: "Written | None" = None
 
     @property
     def num_bytes(self) -> int:
@@ -58,6 +60,14 @@ class Batch:
         if not rows:
             return None
         return Batch(self.input_ids[rank::size], labels, _count_trained(labels), rows, self.row_bytes[rank::size])
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """`labels` [B, T] without those that a generation prompt gives (`ChatEncoder.written`), and the bytes of their text."""
+
+    labels: Tensor
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +137,8 @@ class SupervisedBatches:
             self._trained = _Ragged(self._table["trained"])
             self._empty_thinks = _Ragged(self._table["empty_thinks"])
             self._takes_system = self._table["takes_system"].to_numpy()
+            self._written = _Ragged(self._table["written"])
+            self._written_bytes = self._table["written_bytes"].to_numpy()
             encoder = ChatEncoder(tokenizer)
             self._system_prompts = [np.asarray(encoder.encode_system(prompt), np.int32) for prompt in SYSTEM_PROMPTS]
             self._think_lengths = self._empty_thinks.span_lengths()
@@ -149,9 +161,13 @@ class SupervisedBatches:
         return self._make(rows, [self._augmented(row, systems[row], bool(drops[row])) for row in rows])
 
     def in_order(self) -> Iterator[Batch]:
-        """Every row once, shortest first, as stored: for validation."""
+        """Every row once, shortest first, as stored, of chats with what is `written`: for validation."""
         for rows in self._plan.cut(np.argsort(self._ids.lengths, kind="stable")):
-            yield self._make(rows, [self._plain(row) for row in rows])
+            batch = self._make(rows, [self._plain(row) for row in rows])
+            if self._chats:
+                _, labels, _ = _shift_and_pad([(self._ids[row], self._written[row]) for row in rows], self._pad_id)
+                batch = replace(batch, written=Written(labels, int(self._written_bytes[rows].sum())))
+            yield batch
 
     def _draw_systems(self, epoch: int, size: int) -> Ints:
         """[rows] index of the system prompt to put in front, -1 for none."""

@@ -24,7 +24,13 @@ SIDES = ("chosen", "rejected")
 _CHAT_COLUMNS = [("ids", pa.list_(pa.int32())), ("trained", pa.list_(pa.uint8())), ("empty_thinks", pa.list_(pa.int32()))]
 _COLUMNS: dict[Kind, list[tuple[str, pa.DataType]]] = {
     Kind.TEXT: [("ids", pa.list_(pa.int32())), ("num_bytes", pa.int64())],
-    Kind.CHAT: [*_CHAT_COLUMNS, ("takes_system", pa.bool_()), ("num_bytes", pa.int64())],
+    Kind.CHAT: [
+        *_CHAT_COLUMNS,
+        ("takes_system", pa.bool_()),
+        ("num_bytes", pa.int64()),
+        ("written", pa.list_(pa.uint8())),
+        ("written_bytes", pa.int64()),
+    ],
     Kind.PAIRS: [(f"{side}_{name}", type_) for side in SIDES for name, type_ in _CHAT_COLUMNS],
 }
 
@@ -40,7 +46,8 @@ def encode_set(
     Columns, by kind of set (lists are ragged, one entry per token unless said otherwise):
         text: line, ids, num_bytes. A document is bos + text + eos; one longer than `max_seq_len` is several rows (`windows`).
         chat: line, ids, trained (1 = the assistant wrote it), empty_thinks (flattened [start, end) of removable think blocks),
-            takes_system (no system message, so no tools either), num_bytes (UTF-8 bytes of the trained text).
+            takes_system (no system message, so no tools either), num_bytes (UTF-8 bytes of the trained text), written (1 = no
+            generation prompt gives it, see `ChatEncoder.written`), written_bytes (of that text).
         pairs: line, and ids, trained, empty_thinks of each side, prefixed `chosen_` and `rejected_`. Trained is the last turn
             alone, in which the sides differ: what both say before it would cancel out in losses and stand in every sum.
 
@@ -107,7 +114,7 @@ def _encode_rows(
             yield from ((row["line"], _pair({side: next(chats) for side in SIDES}, max_seq_len)) for row in chunk)
         else:
             chats = iter(encoder.encode_all([(row["conversations"], row["tools"]) for row in chunk]))
-            yield from ((row["line"], _chat(next(chats), tokenizer, row, max_seq_len, longest_system)) for row in chunk)
+            yield from ((row["line"], _chat(next(chats), encoder, tokenizer, row, max_seq_len, longest_system)) for row in chunk)
 
 
 def _documents(ids: list[int], text: str, max_seq_len: int) -> Iterator[Columns]:
@@ -119,7 +126,9 @@ def _documents(ids: list[int], text: str, max_seq_len: int) -> Iterator[Columns]
         yield {"ids": ids[start:end], "num_bytes": share}
 
 
-def _chat(chat: EncodedChat, tokenizer: Tokenizer, row: dict[str, Any], max_seq_len: int, longest_system: int) -> Columns | str:
+def _chat(
+    chat: EncodedChat, encoder: ChatEncoder, tokenizer: Tokenizer, row: dict[str, Any], max_seq_len: int, longest_system: int
+) -> Columns | str:
     takes_system = row["conversations"][0]["role"] != "system"  # which also means: no tools
     length = len(chat.ids) + longest_system * takes_system
     if length > max_seq_len:
@@ -127,8 +136,17 @@ def _chat(chat: EncodedChat, tokenizer: Tokenizer, row: dict[str, Any], max_seq_
         return f"{length} tokens{note} > max_seq_len={max_seq_len}"
     if not any(chat.trained[1:]):
         return "no trained token"
-    text = tokenizer.decode([token for token, trained in zip(chat.ids, chat.trained, strict=True) if trained])
-    return _chat_columns(chat) | {"takes_system": takes_system, "num_bytes": len(text.encode("utf-8"))}
+    written = encoder.written(chat)
+
+    def num_bytes(flags: list[bool]) -> int:
+        return len(tokenizer.decode([token for token, flag in zip(chat.ids, flags, strict=True) if flag]).encode("utf-8"))
+
+    return _chat_columns(chat) | {
+        "takes_system": takes_system,
+        "num_bytes": num_bytes(chat.trained),
+        "written": list(map(int, written)),
+        "written_bytes": num_bytes(written),
+    }
 
 
 def _pair(chats: Mapping[str, EncodedChat], max_seq_len: int) -> Columns | str:

@@ -17,7 +17,7 @@ FURTHER = "Further metrics"
 GROUPS = {
     "Reward": ("reward/mean", "reward/term/*", "reward/*", "rollout/zero_std_frac"),
     "Tools": ("tool/*",),
-    "Loss": ("train/loss", "val/loss", "val/bits_per_byte", "policy/loss"),
+    "Loss": ("train/loss", "val/loss*", "val/bits_per_byte*", "policy/loss"),
     "Preference": ("*/accuracy", "*/margin", "dpo/*"),
     "KL": ("policy/*kl*",),
     "Entropy": ("policy/entropy", "rollout/distinct_3gram"),

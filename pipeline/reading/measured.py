@@ -27,7 +27,16 @@ _UP = (
     "*/reward_term_*",
     "*/tool_*",
 )
-_DOWN = ("train/loss", "val/loss", "*/bits_per_byte", "value/loss", "policy/*kl*", "tool/error_frac", "moe/aux_loss")
+_DOWN = (
+    "train/loss",
+    "val/loss",
+    "val/loss_written",
+    "*/bits_per_byte*",
+    "value/loss",
+    "policy/*kl*",
+    "tool/error_frac",
+    "moe/aux_loss",
+)
 
 
 def direction(key: str, *, reinforcement: bool = False) -> Direction | None:

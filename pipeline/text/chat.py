@@ -7,7 +7,7 @@ decided by who wrote it: the template, or in assistant turns the four think and 
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -192,6 +192,9 @@ class ChatEncoder:
         self._header = self._encode(out)[0]
         out.template(_EMPTY_THINK)
         self._opening = self._encode(out)[0]
+        thinking = _Writer()
+        _write_generation_prompt(thinking, open_thinking=True)
+        self._open_thinking = self._encode(thinking)[0]
         self._blank_thinking = tokenizer.encode_text("\n\n")
 
     def encode(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> EncodedChat:
@@ -234,6 +237,20 @@ class ChatEncoder:
                 flags += [flag] * len(added)
         return kept, flags
 
+    def written(self, chat: EncodedChat) -> list[bool]:
+        """Which trained ids a model must really write, T flags: those that no context gives it.
+
+        Given are what a generation prompt holds behind the header, an empty think block or the opening of one, and the newline
+        behind `<|im_end|>`, where sampling has ended.
+        """
+        written = [
+            flag and before != self._tokenizer.eos_id for before, flag in zip([None, *chat.ids], chat.trained, strict=False)
+        ]
+        for start in self._headers(chat.ids):
+            given = next((prompt for prompt in (self._opening, self._open_thinking) if _starts(chat.ids, start, prompt)), [])
+            written[start : start + len(given)] = [False] * len(given)
+        return written
+
     def encode_prompt(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, *, open_thinking: bool = False
     ) -> list[int]:
@@ -275,7 +292,13 @@ class ChatEncoder:
             encoded.append((ids, trained))
         return encoded
 
+    def _headers(self, ids: Sequence[int]) -> Iterator[int]:
+        return (place for place, i in enumerate(ids) if i == self._header[0] and _starts(ids, place, self._header))
+
     def _empty_thinks(self, ids: list[int]) -> list[tuple[int, int]]:
         header, opening = len(self._header), len(self._opening)
-        starts = [index for index, i in enumerate(ids) if i == self._header[0]]
-        return [(start + header, start + opening) for start in starts if ids[start : start + opening] == self._opening]
+        return [(start + header, start + opening) for start in self._headers(ids) if _starts(ids, start, self._opening)]
+
+
+def _starts(ids: Sequence[int], place: int, prefix: list[int]) -> bool:
+    return list(ids[place : place + len(prefix)]) == prefix

@@ -30,4 +30,7 @@ class LanguageModelling:
             hidden = self.model.hidden(self.device.upload(batch.input_ids), visible=visible)
         loss, _ = cross_entropy_sum(hidden, self.model.lm_head.weight, batch.labels)
         sums: dict[str, Tensor | float] = {"loss": loss.detach(), "bytes": float(batch.num_bytes)}
+        if batch.written is not None:
+            written, count = cross_entropy_sum(hidden, self.model.lm_head.weight, batch.written.labels)
+            sums |= {"written_loss": written.detach(), "written": count, "written_bytes": float(batch.written.num_bytes)}
         return with_router_balance(LossSum(loss, batch.num_trained, sums), self.model)

@@ -20,6 +20,10 @@ from pipeline.training.updater import seed_for
 # Where a metric of an objective belongs; what is not named here goes under the loop's own prefix.
 TRAIN_KEYS = {"loss": "train/loss", "aux_loss": "moe/aux_loss", "expert_load_max": "moe/expert_load_max"}
 
+# Sums of an objective that are no means over its count, and which of them are divided by bytes of text.
+SUMS = ("bytes", "written", "written_loss", "written_bytes")
+PER_BYTE = (("val/bits_per_byte", "loss", "bytes"), ("val/bits_per_byte_written", "written_loss", "written_bytes"))
+
 
 class Batches(Protocol):
     """Batches as a pure function of (epoch, index), which ranks cut by `part`; `pipeline.data.batches` has them."""
@@ -136,12 +140,18 @@ def train_window(task: SupervisedTask, settings: Supervised, device: Device, ste
 
 @torch.no_grad()
 def validate(task: SupervisedTask, ranks: Ranks = ALONE) -> dict[str, float]:
-    """Means over all held-out rows, `val/loss` and the objective's own metrics; `val/bits_per_byte` where bytes are known."""
+    """Means over all held-out rows: `val/loss`, the objective's own metrics, and `val/bits_per_byte` where bytes are known.
+
+    `val/loss_written` and `val/bits_per_byte_written` are those of the tokens that a model must really write.
+    """
     for module in task.state.modules.values():
         module.eval()
     parts = ranks.gather(on_host([task.objective(batch).metrics for batch in ranks.mine(task.held_out.in_order())]))
-    metrics = {f"val/{name}": value for name, value in combine(parts).items() if name != "bytes"}
-    num_bytes = sum(part.get("bytes", 0.0) for part in parts)
-    if num_bytes:
-        metrics["val/bits_per_byte"] = sum(part["loss"] for part in parts) / math.log(2) / num_bytes
+    metrics = {f"val/{name}": value for name, value in combine(parts).items() if name not in SUMS}
+    sums = {name: sum(part[name] for part in parts) for name in ("loss", *SUMS) if parts and name in parts[0]}
+    if sums.get("written"):
+        metrics["val/loss_written"] = sums["written_loss"] / sums["written"]
+    for key, loss, num_bytes in PER_BYTE:
+        if sums.get(num_bytes):
+            metrics[key] = sums[loss] / math.log(2) / sums[num_bytes]
     return metrics
