@@ -1,16 +1,19 @@
 """Every policy-gradient algorithm on the embedded world: held-out reward over full_sft, from one command.
 
-    dvc repro reward && python benchmarks/algorithms.py [NAME ...] [--steps N] [--seed N ...] [--updates N]
+    dvc repro reward && python benchmarks/algorithms.py [NAME ...] [--steps N] [--seed N ...] [--updates N ...]
 
 Trains from checkpoints/full_sft.pth with the `grpo` and `ppo` sections of params.yaml, changed only in what names the algorithm,
 and measures the mean reward of sampled replies to the held-out prompts, as stage eval does. Nothing is written but the table.
-With one update per rollout every ratio is 1: cispo, grpo and gspo take nearly the same step; more updates tell them apart.
+With one update per rollout every ratio is 1: cispo, grpo and gspo take nearly the same step. With several, the later ones learn
+from rollouts of a policy that is no more: ratios leave 1, and clips, caps and ratios of whole sequences act, which is where
+algorithms differ. Both are compared; the columns behind the reward show how far the policy went and how often it was held.
 """
 
 import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -49,6 +52,9 @@ GROUP_VARIANTS: dict[str, dict[str, Any]] = {
     "dr_grpo": {"loss": "dr_grpo"},
 }
 NAMES = [*GROUP_VARIANTS, "ppo"]
+UPDATES = (1, 4)
+"""Per rollout: on-policy, and off-policy."""
+SHOWN = ("policy/approx_kl", "policy/clip_frac", "policy/ratio_max")
 
 
 class Silent:
@@ -80,7 +86,9 @@ def main(
     names: Annotated[list[str] | None, typer.Argument(help=f"of {', '.join(NAMES)}; all when left out")] = None,
     steps: Annotated[int | None, typer.Option(help="rollouts per run; those of params.yaml when left out")] = None,
     seed: Annotated[list[int] | None, typer.Option(help="training seeds, may be given several times; 42 when left out")] = None,
-    updates: Annotated[int, typer.Option(help="updates per rollout of all but ppo", min=1)] = 1,
+    updates: Annotated[
+        list[int] | None, typer.Option(help="updates per rollout, may be given several times; 1 and 4 when left out", min=1)
+    ] = None,
 ) -> None:
     """Prints a Markdown table."""
     unknown = sorted(set(names or []) - set(NAMES))
@@ -93,15 +101,17 @@ def main(
     start = device.prepare(load_model(SFT, tokenizer_digest=tokenizer.digest))
     before = held_out_reward(start, params, tokenizer, score, device)
     print(f"full_sft: mean reward {shown(before)} over {before.n} held-out prompts, {params.eval.confidence:.0%} intervals\n")
-    print("| algorithm | seed | steps | reward | better than full_sft | minutes |\n| --- | --- | --- | --- | --- | --- |")
-    for name in names or NAMES:
-        for number in seed or [42]:
-            started = time.perf_counter()
-            policy, done = train(name, params, tokenizer, score, device, steps=steps, seed=number, updates=updates)
-            after = held_out_reward(policy, params, tokenizer, score, device)
-            verdict = "yes, intervals apart" if after.low > before.high else "no"
-            minutes = (time.perf_counter() - started) / 60
-            print(f"| {name} | {number} | {done} | {shown(after)} | {verdict} | {minutes:.1f} |", flush=True)
+    columns = ["updates", "algorithm", "seed", "steps", "reward", "better than full_sft", *SHOWN, "minutes"]
+    print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
+    for count, name, number in product(updates or UPDATES, names or NAMES, seed or [42]):
+        started = time.perf_counter()
+        policy, measured = train(name, params, tokenizer, score, device, steps=steps, seed=number, updates=count)
+        after = held_out_reward(policy, params, tokenizer, score, device)
+        verdict = "yes, intervals apart" if after.low > before.high else "no"
+        figures = [f"{measured[key]:.2g}" if key in measured else "-" for key in SHOWN]
+        minutes = f"{(time.perf_counter() - started) / 60:.1f}"
+        cells = [count, name, number, f"{measured['train/steps']:.0f}", shown(after), verdict, *figures, minutes]
+        print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
 def train(
@@ -114,23 +124,26 @@ def train(
     steps: int | None,
     seed: int,
     updates: int,
-) -> tuple[CausalLM, int]:
-    """The trained policy of an algorithm and its number of steps."""
-    section = params.ppo if name == "ppo" else params.grpo
-    own = {"updates_per_rollout": updates, **GROUP_VARIANTS[name]} if name in GROUP_VARIANTS else {}
-    changes = own | {"seed": seed} | ({"max_steps": steps} if steps else {})
-    settings = type(section).model_validate(section.model_dump() | changes)
+) -> tuple[CausalLM, dict[str, float]]:
+    """The trained policy of an algorithm and the run's summary."""
+    settings = settings_of(name, params, steps=steps, seed=seed, updates=updates)
     prompts = open_prompts(PROMPTS, settings, tokenizer, params.data.max_dropped_frac, print)
     environment = Environment(tokenizer, prompts, score, device, lambda line: print(f"{name}: {line}", file=sys.stderr))
     recorder = Silent(name, settings.max_steps or settings.epochs * prompts.batches_per_epoch)
     if isinstance(settings, Ppo):
         task = open_ppo_task(SFT, settings, environment)
-        train_ppo(task, settings, device, recorder)
-        return task.policy, task.state.step
+        return task.policy, train_ppo(task, settings, device, recorder)
     assert isinstance(settings, Group)
     group_task = open_group_task(SFT, settings, environment)
-    train_group(group_task, settings, device, recorder)
-    return group_task.policy, group_task.state.step
+    return group_task.policy, train_group(group_task, settings, device, recorder)
+
+
+def settings_of(name: str, params: Params, *, steps: int | None, seed: int, updates: int) -> Group | Ppo:
+    """The section of params.yaml with what names the algorithm; in ppo a mini-batch is the whole batch, as in the others."""
+    section = params.ppo if name == "ppo" else params.grpo
+    own = {"mini_batch_size": params.ppo.batch_size} if name == "ppo" else GROUP_VARIANTS[name]
+    changes = {**own, "updates_per_rollout": updates, "seed": seed, **({"max_steps": steps} if steps else {})}
+    return type(section).model_validate(section.model_dump() | changes)
 
 
 def held_out_reward(policy: CausalLM, params: Params, tokenizer: Tokenizer, score: CompletionScorer, device: Device) -> Estimate:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pipeline.diagnosis.checks import CHECKS, ROLLOUT, SUPERVISED, TRAINED, diagnose
 from pipeline.diagnosis.findings import Finding, Limit, Severity
 from pipeline.diagnosis.signals import MIN_POINTS, Signals
+from pipeline.diagnosis.still import still_metrics
 from pipeline.tracking.records import Series
 from pipeline.yaml_files import read_yaml
 
@@ -72,6 +73,26 @@ def supervised(val: Sequence[float], params: Any = None, ended: bool = True, **c
     steps = [round(i * N / max(len(val) - 1, 1)) for i in range(len(val))]
     found |= {"val/loss": Series(steps, list(val)), "val/loss_start": Series([0], list(val[:1]))}
     return Signals("full_sft", {"full_sft": params or {"epochs": 3}}, found, ended)
+
+
+@pytest.mark.parametrize(
+    ("stage", "params", "still"),
+    [
+        ("grpo", {"updates_per_rollout": 1, "batch_size": 8}, True),
+        ("agent", {"updates_per_rollout": 2, "batch_size": 8}, False),
+        ("ppo", {"updates_per_rollout": 1, "batch_size": 8, "mini_batch_size": 8}, True),
+        ("ppo", {"updates_per_rollout": 1, "batch_size": 8, "mini_batch_size": 7}, False),
+        ("ppo", {"updates_per_rollout": 2, "batch_size": 8, "mini_batch_size": 8}, False),
+        ("grpo", {}, False),  # an older record
+    ],
+)
+def test_metrics_that_cannot_move_are_named_with_what_lets_them(stage: str, params: dict[str, int], still: bool) -> None:
+    lines = list(still_metrics(rollout(stage, params=params)))
+    assert len(lines) == still
+    for said in lines:
+        assert "policy/approx_kl, policy/clip_frac, policy/ratio_max cannot move" in said
+        assert f"{stage}.updates_per_rollout (now 1) above 1" in said and ("mini_batch_size (now 8)" in said) is (stage == "ppo")
+    assert not list(still_metrics(supervised(level(1.0))))
 
 
 def names(run: Signals) -> dict[str, Severity]:

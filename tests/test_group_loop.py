@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from tiny_runs import (
 from torch import Tensor
 from turn_engines import TurnByTurn
 
+from benchmarks.algorithms import GROUP_VARIANTS, UPDATES
 from pipeline.data.prompts import PromptTask
 from pipeline.errors import NumericsError
 from pipeline.model.transformer import CausalLM
@@ -414,6 +416,28 @@ def test_rewards_that_are_no_numbers_are_skipped_then_refused(sets: Path, tokeni
         train_group(run.task, settings, CPU, recorder)
     assert_bits_equal(snapshot(run.policy), weights)
     assert recorder.at(4)["train/skipped_steps"] == 4
+
+
+def test_algorithms_differ_off_policy_and_there_alone(sets: Path, tokenizer: Tokenizer) -> None:
+    """What `benchmarks/algorithms.py` compares: with one update per rollout grpo and gspo are one algorithm."""
+
+    def trained(name: str, updates: int) -> tuple[dict[str, Tensor], dict[str, float]]:
+        settings = make_settings(**GROUP_VARIANTS[name], updates_per_rollout=updates, lr=0.02, max_steps=2)
+        run, recorder = Run(sets, tokenizer, settings), MemoryRecorder()
+        train_group(run.task, settings, CPU, recorder)
+        return snapshot(run.policy), recorder.at(2)
+
+    on, off = ({name: trained(name, updates) for name in ("cispo", "grpo", "gspo", "dapo")} for updates in UPDATES)
+    for _, measured in on.values():
+        assert measured["policy/approx_kl"] < 1e-9 and measured["policy/clip_frac"] == 0
+        assert measured["policy/ratio_max"] == pytest.approx(1, abs=1e-4)
+    assert_near(on["grpo"][0], on["gspo"][0], 1e-4)
+    for _, measured in off.values():
+        assert measured["policy/approx_kl"] > 1e-3 and measured["policy/ratio_max"] > 1.1
+    assert all(off[name][1]["policy/clip_frac"] > 0 for name in ("grpo", "gspo", "dapo"))
+    for one, other in combinations(off, 2):
+        assert off[one][1]["policy/approx_kl"] != pytest.approx(off[other][1]["policy/approx_kl"], rel=1e-3)
+        assert max(float((off[one][0][key] - off[other][0][key]).abs().max()) for key in off[one][0]) > 1e-3
 
 
 @pytest.mark.parametrize("what", ["weights", "logits"])

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from pipeline.diagnosis.checks import checks_of
 from pipeline.diagnosis.checks import diagnose as findings_of
 from pipeline.diagnosis.findings import Finding, Severity
 from pipeline.diagnosis.signals import Signals
+from pipeline.diagnosis.still import still_metrics
 from pipeline.errors import ParamsError, PipelineError
 from pipeline.lineage.declaration import declaration, read_lock
 from pipeline.lineage.records import recorded_runs
@@ -41,6 +42,7 @@ class Diagnosis:
         severity: the worst of the state and the findings.
         steps: that it has taken.
         checks: that were made.
+        notes: what is no fault and good to know: metrics that cannot move.
     """
 
     run: str | None
@@ -51,15 +53,17 @@ class Diagnosis:
     steps: int
     checks: int
     findings: list[Finding]
+    notes: list[str] = field(default_factory=list)
 
     def lines(self) -> list[Line]:
-        """The run itself, then a line per finding."""
+        """The run itself, then a line per finding and note."""
         if self.run is None:
             return [Line(self.stage, self.severity, self.state)]
         seen = f"{self.steps} steps, " if self.steps else ""
         asked = f"{len(self.findings) or 'nothing'} found by {self.checks} checks" if self.checks else "has no signals to check"
         own = Line(self.stage, self.severity, f"{self.name} ({self.run}): {self.state}; {seen}{asked}")
-        return [own, *(Line(self.stage, finding.severity, str(finding)) for finding in self.findings)]
+        found = (Line(self.stage, finding.severity, str(finding)) for finding in self.findings)
+        return [own, *found, *(Line(self.stage, Severity.OK, note) for note in self.notes)]
 
 
 def diagnose(root: Path, home: Path, name: str | None = None) -> list[Diagnosis]:
@@ -138,6 +142,7 @@ def diagnose_run(folder: RunFolder, root: Path, home: Path) -> Diagnosis:
         record.steps,
         len(checks_of(record.stage, ended=signals.ended)),
         findings,
+        list(still_metrics(signals)),
     )
 
 
