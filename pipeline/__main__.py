@@ -109,6 +109,15 @@ def replay(
         typer.echo(line)
 
 
+@app.command()
+def relocate() -> None:
+    """Make MLflow's store this folder's own after the folder was copied or moved."""
+    from pipeline.tracking.relocation import relocate as command
+
+    for line in command(Path.cwd()):
+        typer.echo(line)
+
+
 @app.command("replay-step")
 def replay_step(
     run: Annotated[str, typer.Argument(help="a run folder, a stage (its newest run) or the id of an MLflow run")],

@@ -21,7 +21,7 @@ from pipeline.reading.lines import Line, listed
 from pipeline.supervise import is_held
 from pipeline.tracking.leftovers import DAY_S, KEEP_DAYS, abandoned
 from pipeline.tracking.records import all_runs, is_complete
-from pipeline.tracking.store import SQLITE, is_server, tracking_uri
+from pipeline.tracking.store import is_server, moved, moved_from, own_store, sqlite_file, tracking_uri
 from pipeline.yaml_files import read_yaml
 
 ANSWER_S = 2.0
@@ -107,6 +107,8 @@ def check_mlflow(home: Path, params: Params | None) -> Line:
     """Whether the store answers, and has all of every run that has ended."""
     store = tracking_uri(home)
     uri = masked(store)
+    if store == own_store(home) and (old := moved_from(home)) is not None:
+        return Line("mlflow", Severity.PROBLEM, moved(home, old))
     if fault := _server_fault(store) if is_server(store) else _store_fault(store):
         advice = "training goes on without it; `python -m pipeline replay --all` sends what it missed once it is back"
         return Line("mlflow", Severity.WARN, f"{uri}: {fault}; {advice}")
@@ -121,11 +123,11 @@ def check_mlflow(home: Path, params: Params | None) -> Line:
 
 def _store_fault(uri: str) -> str | None:
     """What keeps a SQLite file from being read; None also where there is none yet: the first run makes it."""
-    file = Path(uri.removeprefix(SQLITE))
-    if not uri.startswith(SQLITE) or not file.exists():
+    file = sqlite_file(uri)
+    if file is None or not file.exists():
         return None
     try:
-        with closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True, timeout=ANSWER_S)) as connection:
+        with closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True, timeout=ANSWER_S)) as connection:
             connection.execute("SELECT count(*) FROM runs").fetchone()
     except sqlite3.Error as error:
         return f"cannot be read ({error})"

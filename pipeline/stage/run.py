@@ -20,7 +20,7 @@ from pipeline.tracking.records import Record
 from pipeline.tracking.rollouts import write_rollouts
 from pipeline.tracking.run_folder import RunFolder, read_json, write_json
 from pipeline.tracking.saves import NO_RECORDS, newest_save, read_save, write_save
-from pipeline.tracking.store import tracking_uri
+from pipeline.tracking.store import moved, moved_from, own_store, tracking_uri
 from pipeline.training.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
@@ -228,5 +228,7 @@ def describe(
         **circumstances(run.root),
     }
     write_json(run.folder.about, about)
+    if uri == own_store(run.home) and (old := moved_from(run.home)) is not None:
+        print(f"{run.stage}: {moved(run.home, old)}", file=sys.stderr, flush=True)
     start = f"resumes at step {run.resumed_step}" if about["attempt"] > 1 else "new"
     print(f"{run.stage}: run {run.folder.path.relative_to(run.home)} ({start}), tracking {uri}", file=sys.stderr, flush=True)

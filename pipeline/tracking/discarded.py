@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.errors import PipelineError
 from pipeline.tracking.leftovers import Leftover, remove_paths
-from pipeline.tracking.store import SQLITE, artifact_folder, open_store, own_store
+from pipeline.tracking.store import artifact_folder, open_store, own_store
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -31,7 +31,7 @@ def discarded(root: Path, uri: str) -> list[Leftover]:
     Raises:
         PipelineError: the store cannot be read.
     """
-    if uri != own_store(root) or not Path(uri.removeprefix(SQLITE)).exists():
+    if uri != own_store(root) or not (root / "mlflow.db").exists():
         return []
     from pipeline.tracking.sender import TRACKER_FAULTS  # imports MLflow
 

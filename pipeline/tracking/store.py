@@ -3,9 +3,10 @@
 import os
 import re
 import sqlite3
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
 
 from pipeline.errors import PipelineError
 from pipeline.masking import MASK, masked
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 EXPERIMENT = "minimind"
 SQLITE = "sqlite:///"
+_SQLITE_URI = re.compile(r"sqlite(\+\w+)?:///([^?]*)")
 _REVISION = re.compile(r"out-of-date database schema \(found version (\w+)")
 
 
@@ -40,12 +42,29 @@ def with_password(recorded: str) -> str:
 
 def own_store(root: Path) -> str:
     """The SQLite file in the repository root."""
-    return f"{SQLITE}{root.resolve() / 'mlflow.db'}"
+    return sqlite_uri(root.resolve() / "mlflow.db")
+
+
+def sqlite_uri(file: Path) -> str:
+    """The address of a SQLite file: the one place where a path becomes one.
+
+    SQLAlchemy takes what stands behind a `?` for options, and decodes the rest. MLflow makes the folder of an address that begins
+    with `sqlite:///` without decoding it, which would be a sibling: with its driver named it does not.
+    """
+    text = str(file)
+    quoted = text.replace("%", "%25").replace("?", "%3F")
+    return f"{SQLITE}{text}" if quoted == text else f"sqlite+pysqlite:///{quoted}"
+
+
+def sqlite_file(uri: str) -> Path | None:
+    """The file that the address of a store means; None for another kind of store."""
+    found = _SQLITE_URI.match(uri)
+    return Path(unquote(found[2])) if found else None
 
 
 def is_server(uri: str) -> bool:
     """Whether a server, not this process, owns the store and its artifacts."""
-    return not uri.startswith(("sqlite:", "file:", "/", "."))
+    return not uri.startswith(("sqlite:", "sqlite+", "file:", "/", "."))
 
 
 def artifact_folder(root: Path) -> Path:
@@ -56,6 +75,32 @@ def artifact_folder(root: Path) -> Path:
 def artifact_root(root: Path) -> str:
     """The same as a URI."""
     return artifact_folder(root).as_uri()
+
+
+class MovedStoreError(PipelineError, ValueError):
+    """The store beside a copied or moved folder names the artifacts of the old one: what is written would go there."""
+
+
+def moved_from(root: Path) -> Path | None:
+    """The folder in which the store of `root` has its artifacts, if that is another one: `root` is a copy of it, or was moved."""
+    file = root.resolve() / "mlflow.db"
+    if not file.exists():
+        return None
+    with suppress(sqlite3.Error), closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True)) as connection:
+        query = "SELECT artifact_location FROM experiments WHERE name = ?"
+        for (location,) in connection.execute(query, (EXPERIMENT,)):
+            address = urlsplit(location or "")
+            if address.scheme == "file" and location != artifact_root(root):
+                return Path(unquote(address.path)).parent
+    return None
+
+
+def moved(root: Path, old: Path) -> str:
+    """What to do about it, in a line."""
+    return (
+        f"{root / 'mlflow.db'}: is of {old}, and artifacts would be written there; this folder was copied or moved: "
+        "`python -m pipeline relocate` makes the store its own, then `python -m pipeline replay --all` sends what it missed"
+    )
 
 
 def store_lock(root: Path) -> Path:
@@ -76,16 +121,18 @@ def open_store(uri: str, root: Path) -> tuple["MlflowClient", str]:
 
     Raises:
         sqlite3.Error: the store's file cannot be read.
+        MovedStoreError: this folder was copied or moved, and the store still names the old one.
         MlflowException: the store cannot be reached, or another process made the experiment on a server just now.
     """
     if is_server(uri):
         return _open(uri, None)
     with hold(store_lock(root), wait=True):
-        if uri.startswith(SQLITE):  # MLflow would try a file that cannot be opened for 100 seconds
-            file = Path(uri.removeprefix(SQLITE))
+        if (file := sqlite_file(uri)) is not None:  # MLflow would try a file that cannot be opened for 100 seconds
             file.parent.mkdir(parents=True, exist_ok=True)
             with closing(sqlite3.connect(file)) as connection:
                 connection.execute("PRAGMA schema_version")
+        if uri == own_store(root) and (old := moved_from(root)) is not None:
+            raise MovedStoreError(moved(root, old))
         return _open(uri, artifact_root(root))
 
 
@@ -95,7 +142,7 @@ def open_existing(uri: str, root: Path) -> tuple["MlflowClient", str]:
     Raises:
         PipelineError: it is a file, and there is none.
     """
-    if uri.startswith(SQLITE) and not Path(uri.removeprefix(SQLITE)).exists():
+    if (file := sqlite_file(uri)) is not None and not file.exists():
         raise PipelineError("no such file")
     return open_store(uri, root)
 
