@@ -11,10 +11,16 @@ import typer
 from pipeline.errors import ParamsError, PipelineError
 from pipeline.lineage.profiles import use_profile
 from pipeline.params import load_params
+from pipeline.terminal import bear_any_locale, escaped
 from pipeline.tracking.home import home
 from pipeline.tracking.leftovers import KEEP_DAYS
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+def echo(line: object) -> None:
+    """Prints a line."""
+    typer.echo(escaped(line))
 
 
 @app.callback()
@@ -29,14 +35,14 @@ def use(
 ) -> None:
     """Copy a profile to params.yaml."""
     use_profile(profile, Path.cwd(), force=force)
-    typer.echo(f"params.yaml now holds profile {profile}; `dvc repro` runs what that changes")
+    echo(f"params.yaml now holds profile {profile}; `dvc repro` runs what that changes")
 
 
 @app.command()
 def check() -> None:
     """Validate params.yaml, whatever DVC would run."""
     load_params()
-    typer.echo("params.yaml is valid")
+    echo("params.yaml is valid")
 
 
 @app.command()
@@ -57,7 +63,7 @@ def plan(
     check_overrides(Path.cwd(), overrides)
     forecasts = forecast(read_plan(Path.cwd(), targets or (), overrides=overrides), Path.cwd(), home(Path.cwd()))
     for line in [json_of(forecasts)] if as_json else as_text(forecasts):
-        typer.echo(line)
+        echo(line)
 
 
 @app.command()
@@ -70,7 +76,7 @@ def status(as_json: Annotated[bool, typer.Option("--json", help="for programs")]
 
     states = states_of(read_plan(Path.cwd()), Path.cwd(), home(Path.cwd()))
     if as_json:
-        typer.echo(json_of(states))
+        echo(json_of(states))
     else:
         print_status(states)
 
@@ -85,7 +91,7 @@ def cost(
 
     costs = command.bill(Path.cwd(), home(Path.cwd()), target)
     for line in [command.as_json(costs)] if as_json else command.as_text(costs):
-        typer.echo(line)
+        echo(line)
 
 
 @app.command()
@@ -104,9 +110,9 @@ def replay(
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     folders = incomplete_runs(Path.cwd(), uri) if everything else find_runs(Path.cwd(), runs or [])
     if not folders:
-        typer.echo("replay: MLflow has all runs")
+        echo("replay: MLflow has all runs")
     for line in send_missing(folders, uri):
-        typer.echo(line)
+        echo(line)
 
 
 @app.command()
@@ -135,13 +141,13 @@ def replay_step(
     (folder,) = find_runs(home(Path.cwd()), [run])
     replayed = command.replay_step(Path.cwd(), home(Path.cwd()), folder, step, scripts)
     if as_json:
-        typer.echo(agreement.as_json(replayed, rows=rows))
+        echo(agreement.as_json(replayed, rows=rows))
     else:
         agreement.print_replayed(replayed, rows=rows)
     if replayed.apart:
         raise PipelineError(agreement.summary(replayed))
     if not as_json:
-        typer.echo(agreement.summary(replayed))
+        echo(agreement.summary(replayed))
 
 
 @app.command()
@@ -160,7 +166,7 @@ def gc(
 
     limit_waiting()
     for line in collect(Path.cwd(), Limits(keep, days * DAY_S, keep_records=not records), remove=yes):
-        typer.echo(line)
+        echo(line)
 
 
 Html = Annotated[Path | None, typer.Option("--html", metavar="PAGE", help="write it as one self-contained page, with curves")]
@@ -180,11 +186,11 @@ def whence(
         from pipeline.pages.page import write_page
         from pipeline.pages.whence_page import whence_page
 
-        typer.echo(write_page(html, whence_page(command.whence(file, root, runs), root)))
+        echo(write_page(html, whence_page(command.whence(file, root, runs), root)))
         return
     found = command.trace(file, root, runs)
     for line in [command.as_json(found)] if as_json else command.as_text(found):
-        typer.echo(line)
+        echo(line)
 
 
 @app.command()
@@ -199,7 +205,7 @@ def doctor(
     lines = [] if run else list(command.checkup(root, runs))
     diagnoses = command.diagnose(root, runs, run)
     for line in [command.as_json(lines, diagnoses)] if as_json else [*lines, *(x for d in diagnoses for x in d.lines())]:
-        typer.echo(line)
+        echo(line)
     raise typer.Exit(int(command.has_problem(lines, diagnoses)))
 
 
@@ -218,9 +224,9 @@ def compare(
         from pipeline.pages.compare_page import compare_page
         from pipeline.pages.page import write_page
 
-        typer.echo(write_page(html, compare_page(comparison)))
+        echo(write_page(html, compare_page(comparison)))
     elif as_json:
-        typer.echo(command.as_json(comparison))
+        echo(command.as_json(comparison))
     else:
         from pipeline.reading.compare_text import print_comparison
 
@@ -257,9 +263,9 @@ def chat(
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # a line that is no text is named, not raised
     if sys.stdin.isatty():
-        typer.echo(f"{model}: write a line, end with Ctrl-D")
+        echo(f"{model}: write a line, end with Ctrl-D")
     for line in converse(conversation, sys.stdin):
-        typer.echo(line)
+        echo(line)
 
 
 @app.command()
@@ -270,15 +276,16 @@ def export(model: Model, folder: Annotated[Path, typer.Argument(help="a new fold
     from pipeline.text.tokenizer import load_tokenizer
 
     write(open_model(model, load_tokenizer(Path("data/tokenizer"))), folder)
-    typer.echo(f"{folder}: AutoModelForCausalLM.from_pretrained opens it")
+    echo(f"{folder}: AutoModelForCausalLM.from_pretrained opens it")
 
 
 def main() -> None:
     """Runs one command; a `PipelineError` ends as its lines on stderr and its exit code."""
+    bear_any_locale()
     try:
         app()
     except PipelineError as error:
-        print(error, file=sys.stderr)
+        print(escaped(error), file=sys.stderr)
         sys.exit(error.exit_code)
 
 

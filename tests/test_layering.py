@@ -72,7 +72,7 @@ def test_libraries_stay_in_their_rooms(path: Path) -> None:
     libraries = {name.partition(".")[0] for name in imported(path)}
     if row < ADAPTERS:
         assert not libraries & {"mlflow", "dvc", "signal", "fcntl"}
-    if own in ("environment", "masking", "errors", "yaml_files", "params", "tools", "lineage", "flows", None):
+    if own in ("environment", "masking", "terminal", "errors", "yaml_files", "params", "tools", "lineage", "flows", None):
         assert "torch" not in libraries
     if own != "flows":
         assert "prefect" not in libraries

@@ -25,6 +25,7 @@ EXECUTION_ONLY = (
     "pipeline.reading",
     "pipeline.stage",
     "pipeline.supervise",
+    "pipeline.terminal",
     "pipeline.tracking",
     "pipeline.training.panels",
 )

@@ -9,11 +9,11 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from pipeline.curves import is_clocked
+from pipeline.reading.console import EscapingConsole
 
 TOLERANCE = 1e-6
 SHOWN_NAMES = 3
@@ -122,7 +122,7 @@ def _tree(each: Compared) -> dict[str, Any]:
 
 def print_replayed(replayed: Replayed, *, rows: bool) -> None:
     """A row per metric; with `rows` a second table, of the trajectories; plain text where the output is no terminal."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
+    console = EscapingConsole(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
     table = _table("metric", "logged", "replayed", "difference")
     for each in replayed.metrics:
         table.add_row(each.name, _shown(each.logged), _shown(each.replayed), _marked([each]))

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from pipeline.reading.compare import Comparison
+from pipeline.reading.console import EscapingConsole
 from pipeline.reading.judged import Interval
 from pipeline.reading.measured import Measured
 from pipeline.reading.samples import Aligned, Answer, Parting
@@ -23,9 +24,9 @@ DIFFERS = "▶"
 
 def print_comparison(comparison: Comparison) -> None:
     """Prints it on stdout."""
-    console = Console(highlight=False)
+    console = EscapingConsole(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=PIPED_WIDTH)
+        console = EscapingConsole(highlight=False, width=PIPED_WIDTH)
     for part in _parts(comparison):
         console.print(part)
 

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -18,6 +17,7 @@ from pipeline.lineage.plan import Planned, Verdict
 from pipeline.lineage.records import final_metrics, page_of
 from pipeline.lineage.runs import run_that_made
 from pipeline.reading.attempts import last_attempt, what_changed_since
+from pipeline.reading.console import EscapingConsole
 from pipeline.reading.words import duration, figure
 from pipeline.supervise import is_held
 from pipeline.tracking.description import LIBRARIES
@@ -153,7 +153,7 @@ def print_status(states: Sequence[State]) -> None:
                 overflow="ellipsis",
             ),
         )
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
+    console = EscapingConsole(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
     console.print(table)
     for line in _advice(states):
         console.print(line, markup=False)

@@ -23,6 +23,7 @@ from pipeline.lineage.history import LOCK, experiment_commit
 from pipeline.lineage.runs import recorded
 from pipeline.tracking.description import flatten, input_digests
 from pipeline.tracking.fed_run import FedRun
+from pipeline.tracking.names import tag_key
 from pipeline.tracking.rebuild import Rebuild
 from pipeline.tracking.records import Record
 from pipeline.tracking.run_folder import read_json, write_json
@@ -58,10 +59,9 @@ def judge_models(fed: FedRun) -> None:
         TRACKER_FAULTS: not all is done; it can be done again.
     """
     run = fed.client.get_run(fed.id)
-    inputs = input_digests(run.data.tags)
     for path, name in _artifacts(fed).items():
-        stage = _stage(path)
-        if stage in JUDGED_BY and path in inputs and (version := _version(fed.client, name, inputs[path])):
+        stage, read = _stage(path), run.data.tags.get(tag_key(f"dvc.{path}"))
+        if stage in JUDGED_BY and read and (version := _version(fed.client, name, read)):
             _judge(fed.client, stage, version, run)
             _move_best(fed.client, stage, name)
 
@@ -183,7 +183,7 @@ def _register(fed: FedRun, made: Mapping[str, str], model_id: str) -> ModelVersi
 
 def _evaluations(fed: FedRun, made: Mapping[str, str]) -> list[Run]:
     """Finished runs of `eval` that read these bytes, oldest first; there are some when a run is replayed late."""
-    query = f"tags.`dvc.stage` = 'eval' AND tags.`dvc.{made['path']}` = '{made['md5']}' AND attributes.status = 'FINISHED'"
+    query = f"tags.`dvc.stage` = 'eval' AND tags.`{tag_key(f'dvc.{made['path']}')}` = '{made['md5']}' AND attributes.status = 'FINISHED'"
     return list(fed.client.search_runs([fed.experiment_id], query, order_by=["attributes.start_time ASC"]))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import quote
 
 import psutil
 
@@ -40,7 +41,8 @@ class Rebuild:
             return None
         host = socket.gethostname()
         key = os.environ.get(FLOW_RUN) or f"{host}/{owner.pid}/{owner.started_s:.0f}"
-        return cls("/".join(filter(None, [key, os.environ.get(EXPERIMENT)])), host, owner.pid, owner.started_s)
+        experiment = quote(os.environ.get(EXPERIMENT, ""), safe="")  # with an apostrophe MLflow could not look for it
+        return cls("/".join(filter(None, [key, experiment])), host, owner.pid, owner.started_s)
 
     @classmethod
     def of(cls, noted: Mapping[str, Any] | None) -> Self | None:

@@ -28,6 +28,7 @@ from pipeline.masking import masked
 from pipeline.tracking.additions import begin, end
 from pipeline.tracking.description import flatten
 from pipeline.tracking.fed_run import FedRun
+from pipeline.tracking.names import tag_key
 from pipeline.tracking.rebuild_runs import leave
 from pipeline.tracking.recorder import now_s
 from pipeline.tracking.run_folder import RunFolder, read_json, write_json
@@ -218,7 +219,7 @@ class Sender:
         tags = {**about["tags"], "run.folder": str(self._folder.path), "run.resumed": str(about["attempt"] - 1)}
         if text := about.get("params_file"):
             tags["params.sha256"] = hashlib.sha256(text.encode()).hexdigest()
-        client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
+        client.log_batch(run_id, tags=[RunTag(tag_key(name), value) for name, value in tags.items()])
         params = [Param(name, value) for name, value in flatten(about["params"]).items()]
         for start in range(0, len(params), MAX_PARAMS):
             client.log_batch(run_id, params=params[start : start + MAX_PARAMS])
