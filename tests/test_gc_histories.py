@@ -66,12 +66,13 @@ class History:
 
     def branch(self) -> None:
         """A commit on a branch of its own, deleted again: its reflog is all that knows it."""
-        self.git("checkout", "-q", "-b", f"side{self.seed}")
+        name = f"side{self.seed}"
+        self.git("checkout", "-q", "-b", name)
         self.train()
         self.commit()
         self.git("checkout", "-q", "main")
         self._run(self.root, (self.root / "seed").read_text())
-        self.git("branch", "-q", "-D", f"side{self.seed}")
+        self.git("branch", "-q", "-D", name)
 
     def stash(self) -> None:
         self.train()
@@ -136,8 +137,8 @@ step = st.sampled_from([*((name, None) for name in STEPS), *(("collect", failure
 
 
 @pytest.mark.slow
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-@given(st.lists(step, min_size=3, max_size=9))
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(st.lists(step, min_size=3, max_size=7))
 def test_whatever_is_reachable_checks_out_after_a_gc(steps: list[tuple[str, Any]]) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("DVC_SITE_CACHE_DIR", f"{folder}/site")

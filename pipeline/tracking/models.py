@@ -183,7 +183,8 @@ def _register(fed: FedRun, made: Mapping[str, str], model_id: str) -> ModelVersi
 
 def _evaluations(fed: FedRun, made: Mapping[str, str]) -> list[Run]:
     """Finished runs of `eval` that read these bytes, oldest first; there are some when a run is replayed late."""
-    query = f"tags.`dvc.stage` = 'eval' AND tags.`{tag_key(f'dvc.{made['path']}')}` = '{made['md5']}' AND attributes.status = 'FINISHED'"
+    read = tag_key(f"dvc.{made['path']}")
+    query = f"tags.`dvc.stage` = 'eval' AND tags.`{read}` = '{made['md5']}' AND attributes.status = 'FINISHED'"
     return list(fed.client.search_runs([fed.experiment_id], query, order_by=["attributes.start_time ASC"]))
 
 
