@@ -1,5 +1,7 @@
 # Set-up happens once (again when requirements.lock or pyproject.toml change); every target needs it.
-PYTHON ?= python3.11
+# The first Python in PATH that fits. Each is asked: a version manager has a stub for those that it lacks.
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
+	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$python && break; done)
 BIN := $(CURDIR)/.venv/bin
 INSTALLED := .venv/.installed
 INTEROP := .venv/.interop
@@ -38,9 +40,11 @@ ui: $(INSTALLED)  ## curves and samples of all runs
 setup: $(INSTALLED)
 
 $(INSTALLED): requirements.lock pyproject.toml
+	test -x $(BIN)/python || test -n "$(PYTHON)" || { echo "Python 3.11, 3.12 or 3.13 is needed, and none is in PATH" >&2; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	cp deploy/own_python.pth "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	test -d .dvc || $(BIN)/dvc init --quiet
 	touch $@
 

@@ -2,7 +2,8 @@
 
 import sys
 
-if sys.argv[0] == "-m":  # being started as a script: a mistake in params.yaml shows now, before torch is imported
+if sys.argv[0] == "-m":  # being started as a script: what it starts from, and a mistake in params.yaml, before torch is imported
+    from pipeline.lineage import ran_code  # noqa: F401  # looks at the files of the code
     from pipeline.params import load_params
     from pipeline.supervise import exit_on_error
 

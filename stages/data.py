@@ -10,14 +10,15 @@ import sys
 from pathlib import Path
 
 from pipeline.data.prepare import prepare
+from pipeline.lineage.declaration import declaration
 from pipeline.lineage.rows import remember_rows
 from pipeline.params import load_params
 from pipeline.stage import stage_process
 
 
 def main(name: str) -> None:
-    with stage_process(f"data@{name}"):
-        params = load_params()
+    params = load_params()
+    with stage_process(f"data@{name}", declaration("data", params, name)):
         source = Path(getattr(params.data.sets, name).source)
         prepare(name, source, Path("data/prepared") / name, params.data)
         remember_rows(source)

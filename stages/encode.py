@@ -9,14 +9,15 @@ import sys
 from pathlib import Path
 
 from pipeline.data.encode import encode_set
+from pipeline.lineage.declaration import declaration
 from pipeline.params import load_params
 from pipeline.stage import stage_process
 from pipeline.text.tokenizer import load_tokenizer
 
 
 def main(name: str) -> None:
-    with stage_process(f"encode@{name}"):
-        params = load_params()
+    params = load_params()
+    with stage_process(f"encode@{name}", declaration("encode", params, name)):
         encode_set(
             name,
             Path("data/prepared") / name,

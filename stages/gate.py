@@ -11,13 +11,15 @@ from pathlib import Path
 
 from pipeline.errors import GateError
 from pipeline.evaluation.gate import regressions, unproven
+from pipeline.lineage.declaration import declaration
 from pipeline.params import load_params
 from pipeline.stage import stage_process
 
 
 def main() -> None:
-    with stage_process("gate"):
-        metrics = load_params().eval.gate or ()
+    params = load_params()
+    with stage_process("gate", declaration("gate", params)):
+        metrics = params.eval.gate or ()
         measured = json.loads(Path("metrics/eval.json").read_text(encoding="utf-8"))
         for line in unproven(measured, metrics):
             print(f"gate: {line}", file=sys.stderr, flush=True)

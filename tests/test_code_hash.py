@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.lineage.code_hash import EXECUTION_ONLY, CodeBase, is_execution_only, write_code_hashes
+from pipeline.lineage.code_hash import EXECUTION_ONLY, CodeBase, is_execution_only, syntax_text, write_code_hashes
 from pipeline.params import schema
 
 FILES = {
@@ -128,6 +129,53 @@ def test_hashing_this_project_is_quick_complete_and_repeatable(root: Path, tmp_p
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
+SYNTAX = """
+from __future__ import annotations
+import a.b as c
+@d(1, *e, k=None, **f)
+class C(B, metaclass=M):
+    x: int = 0
+    def f(self, a, /, b=1, *args: int, c, d=None, **kw) -> None: return
+    async def g(self): return [i async for i in x if i if not i]
+def h(): global z; yield
+lambda: (yield)
+x[1:2, ::3], y = {**a, 1: "é"}, {*b}; del x
+match p:
+    case [1, *_] | {"k": v, **rest} | C(x=None) | None if v: pass
+    case _: raise
+try: assert x, f"{x!r:>{n}} {{}} {1 + 1=}" "tail" f"{'q'}"
+except* (A, B) as e: pass
+else: print(1j, 1e-3, b"x", ..., -1 if a else not b)
+with open(a) as b, c: pass
+for i in (): break
+else: nonlocal_ = 1
+while a < b <= c is not d not in e: continue
+"""
+
+
+def test_the_hash_of_a_tree_is_that_of_the_first_python(tmp_path: Path) -> None:
+    """`ast.dump` under 3.11 is the oracle; the hash was written down there, and other Pythons have to come to it, too."""
+    digest = hashlib.sha256(syntax_text(ast.parse(SYNTAX)).encode()).hexdigest()
+    assert digest == "9240a9e61df220cc620ed36193e9aa5a4310cf996975d00d109d9894e2d5bf68"
+    if sys.version_info[:2] == (3, 11):
+        assert syntax_text(ast.parse(SYNTAX)) == ast.dump(ast.parse(SYNTAX))
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+def test_every_python_that_is_there_hashes_this_project_alike(root: Path, tmp_path: Path, version: str) -> None:
+    """A colleague's Python reruns nothing. No package is needed for it."""
+    python = shutil.which(f"python{version}")
+    script = "import sys; from pathlib import Path; from pipeline.lineage.code_hash import write_code_hashes\n"
+    script += "assert sys.version_info[:2] == tuple(map(int, sys.argv[2].split('.')))\n"
+    script += "write_code_hashes(Path.cwd(), Path(sys.argv[1]))"
+    if python is None or subprocess.run([python, "-c", ""], capture_output=True).returncode:  # a version manager's stub
+        pytest.skip(f"no Python {version} in PATH")
+    subprocess.run([python, "-c", script, str(tmp_path / "other"), version], cwd=root, check=True)
+    write_code_hashes(root, tmp_path / "own")
+    for path in (tmp_path / "own").iterdir():
+        assert (tmp_path / "other" / path.name).read_bytes() == path.read_bytes()
+
+
 def test_template_is_part_of_what_reads_it(root: Path) -> None:
     assert "pipeline/text/chat_template.jinja" in CodeBase(root).hashes("stages.tokenizer")
 
@@ -159,6 +207,7 @@ def test_left_out_modules_exist(root: Path) -> None:
 UNHASHED_NAMES = {
     "pipeline": {"environment"},
     "pipeline.errors": {"DataError", "DiskSpaceError", "GateError", "NumericsError", "ParamsError", "PipelineError"},
+    "pipeline.lineage": {"ran_code"},
     "pipeline.lineage.code_hash": {"write_code_hashes"},
     "pipeline.lineage.declaration": {"declaration"},
     "pipeline.lineage.rows": {"remember_rows"},

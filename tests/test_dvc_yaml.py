@@ -274,6 +274,24 @@ def test_dvc_reruns_the_stages_that_list_a_key_and_all_that_follow(scratch: Path
         assert set((scratch / "ran.txt").read_text().split()) == wanted, keys
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("there", [set(), set(templated_paths())], ids=["from none", "from all"])
+def test_a_file_that_is_named_or_named_no_more_reruns_the_stages_it_decides(
+    scratch: Path, lineage: Lineage, there: set[str]
+) -> None:
+    """Two keys may resolve to one path, `external/None` or `external/other`: DVC does not miss the input that is gone."""
+    write(scratch, there)
+    write_stubs(scratch, Lineage(scratch))
+    dvc(scratch, "repro", "-q")
+    for key in templated_paths():
+        write(scratch, there ^ {key})
+        with Repo(str(scratch)) as repo:
+            assert set(repo.status()) == expected(key), key
+    write(scratch, there)
+    with Repo(str(scratch)) as repo:
+        assert repo.status() == {}
+
+
 def test_a_lock_file_that_dvc_is_writing_for_a_sibling_ends_no_stage(tmp_path: Path) -> None:
     lock = """schema: '2.0'
 stages:
@@ -299,4 +317,5 @@ stages:
     assert known[-1] and not any(known[: lock.index("0.0001")])
     assert not is_recorded("grpo", {"grpo": {"lr": 2e-4}}, {"data/code/grpo.json": "aaaa"}, path)
     assert not is_recorded("grpo", {"grpo": {"lr": 1e-4}}, {"data/code/grpo.json": "cccc"}, path)
+    assert not is_recorded("grpo", {"grpo": {"lr": 1e-4}}, {}, path)  # an input of then is none any more
     assert not is_recorded("grpo", {"grpo": {"lr": 1e-4}}, {}, tmp_path / "none")

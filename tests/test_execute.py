@@ -1,18 +1,27 @@
 """Stages run below `dvc repro`: how they ended, what they said, and that nothing is left of them."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
+from pipeline.errors import PipelineError
+from pipeline.lineage.agreement import undisturbed
+from pipeline.lineage.declaration import declaration
 from pipeline.lineage.execute import RAN, SPARED, TIMED_OUT, Outcome, bring_up
+from pipeline.params import parse_params
+from pipeline.yaml_files import read_yaml
 
 ROOT = Path(__file__).parents[1]
 TRAINER = """
@@ -259,3 +268,74 @@ def test_what_is_edited_while_a_stage_runs_is_not_recorded_with_what_the_old_mad
     (project / "params.yaml").write_text(f"t: {{lr: {2 if file == 'params.yaml' else 1}, n: 2}}")  # nothing to this stage
     (project / "enough").touch()
     assert again.end() == Outcome(0, RAN)
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [("params.yaml", "file: old", "file: new"), ("dvc.yaml", "external/${t.file}", "external/new")],
+)
+def test_a_path_that_is_edited_while_another_stage_runs_is_not_recorded_in_place_of_what_was_read(
+    project: Path, file: str, old: str, new: str
+) -> None:
+    """DVC makes paths of parameters when it starts, and the command of a late stage begins hours later."""
+    (project / "dvc.yaml").write_text(
+        f"stages:\n  slow:\n    cmd: exec {sys.executable} trainer.py slow\n    outs: [slow.out]\n"
+        f"  late:\n    cmd: exec {sys.executable} trainer.py late\n"
+        "    deps: [slow.out, 'external/${t.file}']\n    outs: [late.out]\n"
+    )
+    (project / "params.yaml").write_text("t: {file: old}")
+    (project / "external").mkdir()
+    for name in ("old", "new"):
+        (project / "external" / name).write_text(name)
+    command, environment = [sys.executable, "-m", "dvc", "repro", "late"], {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=project, env=environment, stderr=subprocess.PIPE, text=True) as repro:
+        trainer(project)
+        (project / file).write_text((project / file).read_text().replace(old, new))
+        (project / "enough").touch()
+        _, said = repro.communicate(timeout=60)
+    assert repro.returncode != 0 and not (project / "late.out").exists()
+    assert "late: params.yaml or dvc.yaml was edited since `dvc` started: the stage would read external/new" in said
+    assert "slow.out" in (project / "dvc.lock").read_text() and "external" not in (project / "dvc.lock").read_text()
+
+    subprocess.run(command, cwd=project, env=environment, check=True)
+    assert "external/new" in (project / "dvc.lock").read_text()
+
+
+@pytest.mark.parametrize(
+    ("read", "named", "refused"),
+    [
+        (["rows", "external/None"], ["rows", "external/None", "external/None"], ""),
+        (["rows", "external/None", "external/x.py"], ["rows", "external/None", "external/None"], "external/x.py"),
+        (["rows", "external/x.py"], ["rows", "external/None"], "external/x.py"),
+        (["rows", "other", "external/y"], ["rows"], ""),  # left by a `dvc` that was killed and had this number
+    ],
+)
+def test_what_dvc_resolved_is_compared_with_what_is_named_now(
+    tmp_path: Path, read: list[str], named: list[str], refused: str
+) -> None:
+    entry = {"pid": os.getppid(), "cmd": "dvc repro"}
+    (tmp_path / ".dvc/tmp").mkdir(parents=True)
+    rwlock = {"read": {str(tmp_path / path): [entry] for path in [*read, "out"]}, "write": {str(tmp_path / "out"): entry}}
+    (tmp_path / ".dvc/tmp/rwlock").write_text(json.dumps(rwlock))
+    (tmp_path / "dvc.yaml").write_text(f"stages: {{s: {{cmd: x, deps: {named}, outs: [out]}}}}")
+    for path in named:
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).touch()
+    with pytest.raises(PipelineError, match=f"dvc.lock would say {refused}") if refused else nullcontext():
+        with undisturbed("s", tmp_path, None):
+            pass
+
+
+def test_a_script_that_read_other_parameters_than_dvc_is_going_to_record_does_not_begin(tmp_path: Path) -> None:
+    for name in ("dvc.yaml", "params.yaml"):
+        shutil.copy(ROOT / name, tmp_path)
+    params = parse_params(read_yaml(tmp_path / "params.yaml"))
+    used = declaration("gate", params, dvc_file=tmp_path / "dvc.yaml")
+    for path in used.deps + ["data/code/gate.json"]:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("{}")
+    with undisturbed("gate", tmp_path, used):
+        pass
+    with pytest.raises(PipelineError, match="edited while the stage started"):
+        with undisturbed("gate", tmp_path, replace(used, params={"eval": {"gate": ["x"]}})):
+            pass

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from recorded_runs import write_run
 
+from pipeline.lineage.causes import FIRST
 from pipeline.lineage.plan import Planned, Verdict
-from pipeline.reading.forecast import as_json, as_text, forecast
+from pipeline.reading.forecast import Forecast, as_json, as_text, forecast
 
 LOCK = """
 schema: '2.0'
@@ -119,3 +120,22 @@ def test_the_text_says_where_no_run_is_known(repository: Path) -> None:
     assert lines[-1].startswith("\n4 runs, 1 may run; about 6 s and 1 of unknown length for what runs")
     (row, *_) = json.loads(as_json(forecast(plan(), repository, repository)))
     assert sorted(row) == ["causes", "parents", "recipe", "seconds", "stage", "verdict"]
+
+
+def test_a_tokenizer_that_would_be_trained_anew_is_a_warning() -> None:
+    """Only where a model stands on the present one, and nothing pins it."""
+
+    def warned(verdict: Verdict, cause: str, pinned: str | None, model: Verdict = Verdict.MAY_RUN) -> bool:
+        planned = [
+            Planned("tokenizer", verdict, [cause], [], None, {"tokenizer.init_from": pinned}),
+            Planned("pretrain", model, ["unless tokenizer comes out unchanged"], ["tokenizer"]),
+        ]
+        return "warning: " in "\n".join(as_text([Forecast(each, None) for each in planned]))
+
+    runs, up_to_date = Verdict.RUNS, Verdict.UP_TO_DATE
+    assert warned(runs, "data/prepared/full_sft modified", None)
+    assert warned(Verdict.MAY_RUN, "unless data@full_sft comes out unchanged", None)
+    assert not warned(runs, "data/prepared/full_sft modified", "tokenizer")
+    assert not warned(runs, FIRST, None)
+    assert not warned(up_to_date, "", None, up_to_date)
+    assert not warned(Verdict.RESTORED, "data/prepared/full_sft modified", None, Verdict.RESTORED)

@@ -42,7 +42,10 @@ def main(sets: Path, ranks: int, epochs: int, fault: str) -> None:
     }
     runtime = Runtime.model_validate(read_yaml(ROOT / "params.yaml")["runtime"] | own)
     settings = make_settings(epochs=epochs, accumulation_steps=3, val_every=10**6, lr=3e-4)
-    with stage_run("pretrain", params={"pretrain": {"epochs": epochs}}, inputs=[], runtime=runtime, ranked=True) as run:
+    params: dict[str, Any] = {"pretrain": {"epochs": epochs}}
+    if fault == f"edit {os.environ.get('RANK')}":
+        params["pretrain"]["lr"] = 1.0
+    with stage_run("pretrain", params=params, inputs=[], runtime=runtime, ranked=True) as run:
         device = open_device(runtime)
         Path(f"rank{device.ranks.rank}.pid").write_text(str(os.getpid()))
         if fault == "ports":
@@ -186,3 +189,13 @@ def test_a_rank_that_fails_decides_the_exit_code(tmp_path: Path, sets: Path, fau
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+
+
+def test_a_rank_that_read_other_parameters_takes_no_step(tmp_path: Path, sets: Path) -> None:
+    """It starts seconds after rank 0, and reads what lies there by then."""
+    with stage(tmp_path, sets, fault="edit 1") as process:
+        _, said = process.communicate(timeout=120)
+    assert (
+        process.returncode == 1 and "rank 1: params.yaml was edited while the ranks started; give the same command again" in said
+    )
+    assert logged_steps(tmp_path) == [] and not (tmp_path / "out.pth").exists()

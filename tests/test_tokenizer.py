@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
+from pipeline.digests import digest
 from pipeline.errors import DataError
 from pipeline.text.adoption import adopt_tokenizer
 from pipeline.text.system_prompts import SYSTEM_PROMPTS
@@ -170,6 +171,12 @@ def test_adopting_keeps_the_file_and_adds_ours(folder: Path, tmp_path: Path, tok
         assert (tmp_path / "adopted" / name).read_bytes() == (folder / name).read_bytes()
     text = "a text of more than four tokens 明天"
     assert adopted.encode_text(text) == tokenizer.encode_text(text)  # a stored truncation does not cut
+
+
+def test_a_tokenizer_that_was_trained_here_is_pinned_byte_for_byte(folder: Path, tmp_path: Path) -> None:
+    """So that `tokenizer.init_from` of a copy trains no model anew."""
+    adopt_tokenizer(folder, tmp_path / "adopted")
+    assert digest(tmp_path / "adopted") == digest(folder)
 
 
 def _write(folder: Path, definition: object) -> Path:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import PipelineError
-from pipeline.lineage.code_hash import syntax_hash, without_strings
+from pipeline.lineage.code_hash import syntax_hash, syntax_text, without_strings
 from pipeline.lineage.declaration import read_lock
 from pipeline.lineage.git import git, text_at
 from pipeline.lineage.history import flat_params
@@ -155,7 +155,7 @@ def _definitions(tree: ast.Module) -> dict[str, str]:
 
 
 def _dump(node: ast.AST) -> str:
-    return hashlib.sha256(ast.dump(node).encode()).hexdigest()
+    return hashlib.sha256(syntax_text(node).encode()).hexdigest()
 
 
 def _plain(value: Any) -> Any:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator
 from functools import cache, cached_property
 from pathlib import Path
+from typing import Any
 
 ROOTS = ("pipeline", "stages")
 
@@ -138,7 +139,24 @@ def write_code_hashes(root: Path, out: Path) -> None:
 
 def syntax_hash(tree: ast.Module) -> str:
     """SHA-256 of a module's syntax tree, from which it takes the docstrings."""
-    return hashlib.sha256(ast.dump(without_strings(tree)).encode()).hexdigest()
+    return hashlib.sha256(syntax_text(without_strings(tree)).encode()).hexdigest()
+
+
+def syntax_text(node: Any) -> str:
+    """What Python 3.11's `ast.dump` says of a node, under every Python.
+
+    3.12 adds `type_params`, and early releases of it an empty text behind the nested fields of an f-string's format; 3.13 leaves
+    out empty lists.
+    """
+    if isinstance(node, list):
+        return f"[{', '.join(map(syntax_text, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = {name: getattr(node, name, None) for name in node._fields if name != "type_params" or getattr(node, name)}
+    if isinstance(node, ast.JoinedStr):
+        fields["values"] = [part for part in node.values if not (isinstance(part, ast.Constant) and part.value == "")]
+    optional = {name for name, value in fields.items() if value is None and getattr(type(node), name, ...) is None}
+    return f"{type(node).__name__}({', '.join(f'{k}={syntax_text(v)}' for k, v in fields.items() if k not in optional)})"
 
 
 def is_execution_only(name: str) -> bool:

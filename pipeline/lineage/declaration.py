@@ -1,14 +1,13 @@
 """What dvc.yaml declares for a stage, resolved with the parameters: the one list of its inputs, read instead of repeated."""
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import ParamsError, PipelineError
+from pipeline.errors import ParamsError
 from pipeline.params import Params
 from pipeline.yaml_files import read_yaml
 
@@ -46,15 +45,15 @@ def declaration(stage: str, params: Params, item: str | None = None, *, dvc_file
         KeyError: dvc.yaml has no such stage, or it names a key that params.yaml lacks.
     """
     tree = params.model_dump(mode="json")
-    declared, keys = _declared(stage, item, tree, dvc_file)
+    declared, keys = declared_names(stage, item, tree, dvc_file)
     deps = [dep for dep in declared if not dep.startswith("data/code/")]
     chosen: dict[str, Any] = {}
     for key in keys:
-        _insert(chosen, key.split("."), _at(tree, key.split(".")))
+        _insert(chosen, key.split("."), value_at(tree, key.split(".")))
     return Declaration(deps, chosen)
 
 
-def _declared(stage: str, item: str | None, tree: Mapping[str, Any], dvc_file: Path) -> tuple[list[str], list[str]]:
+def declared_names(stage: str, item: str | None, tree: Mapping[str, Any], dvc_file: Path) -> tuple[list[str], list[str]]:
     """Its deps and the keys of its params, resolved with the values of params.yaml."""
     body = read_again(dvc_file)["stages"][stage]
     names: dict[str, Any] = dict(tree)
@@ -72,51 +71,10 @@ def outputs_of(stage: str, dvc_file: Path = Path("dvc.yaml")) -> list[str]:
     return [path for entry in entries for path in (entry if isinstance(entry, Mapping) else [entry])]
 
 
-@contextmanager
-def undisturbed(stage: str, root: Path) -> Iterator[None]:
-    """Refuses what a stage made while its parameters or inputs were edited.
-
-    DVC looks at both again when the command has ended: it would record the new ones with what the old ones made, for good.
-
-    Args:
-        stage: its name, such as `encode@dpo`; one that dvc.yaml does not have is nothing to DVC.
-        root: the repository.
-
-    Raises:
-        PipelineError: a value that dvc.yaml lists, or a file's time or size, is not what it was at the start of the block.
-    """
-    name, _, item = stage.partition("@")
-    dvc_file, params_file = root / "dvc.yaml", root / "params.yaml"
-    if not dvc_file.exists() or name not in read_yaml(dvc_file)["stages"]:
-        yield
-        return
-
-    def look() -> dict[str, Any]:
-        tree = read_yaml(params_file) if keys else {}
-        return {key: _or_none(tree, key.split(".")) for key in keys} | {dep: list(_stamps(root / dep)) for dep in deps}
-
-    deps, keys = _declared(name, item, read_yaml(params_file) if params_file.exists() else {}, dvc_file)
-    before = look()
-    yield
-    after = look()
-    if changed := [what for what in before if before[what] != after[what]]:
-        raise PipelineError(
-            f"{', '.join(changed)}: changed while the stage ran, and DVC would record the new with what the old made; "
-            "put back the old, or give the same command for the new"
-        )
-
-
-def _stamps(path: Path) -> Iterator[tuple[str, int, int]]:
-    """Path, time and size of a file, or of all files below a folder."""
-    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        if file.is_file():
-            yield str(file), file.stat().st_mtime_ns, file.stat().st_size
-
-
 def is_recorded(stage: str, params: Mapping[str, Any], digests: Mapping[str, str], lock_file: Path = Path("dvc.lock")) -> bool:
     """Whether dvc.lock holds results that `stage` made with these params and input digests."""
     made = read_lock(lock_file).get(stage)
-    return made is not None and made.params == params and made.digests.items() >= digests.items()
+    return made is not None and made.params == params and made.digests == digests
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,21 +112,15 @@ def _locked(entry: Mapping[str, Any]) -> Locked:
 
 
 def _resolved(text: str, names: Mapping[str, Any]) -> str:
-    return _REFERENCE.sub(lambda match: str(_at(names, match[1].split("."))), text)
+    return _REFERENCE.sub(lambda match: str(value_at(names, match[1].split("."))), text)
 
 
-def _at(tree: Mapping[str, Any], path: list[str]) -> Any:
+def value_at(tree: Mapping[str, Any], path: list[str]) -> Any:
+    """The value below a key's parts; KeyError or TypeError where there is none."""
     value: Any = tree
     for part in path:
         value = value[part]
     return value
-
-
-def _or_none(tree: Any, path: list[str]) -> Any:
-    try:
-        return _at(tree, path)
-    except (KeyError, TypeError):
-        return None
 
 
 def _insert(tree: dict[str, Any], path: list[str], value: Any) -> None:

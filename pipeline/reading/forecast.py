@@ -10,11 +10,12 @@ and for every stage before it:
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.lineage.causes import FIRST
 from pipeline.lineage.history import CODE, PLACEHOLDER, Lock, Made, lock_at
 from pipeline.lineage.plan import Planned, Verdict
 from pipeline.lineage.runs import run_that_made
@@ -26,6 +27,9 @@ from pipeline.tracking.usage import SECONDS
 NEAR = 0.1
 """By how much of its size a source may have changed."""
 UNKNOWN = "no past run"
+NEW_TOKENIZER = """\
+warning: the tokenizer is trained on the rows of pretrain and full_sft; a new one trains pretrain and all models behind it anew.
+To keep the present one: `cp -r data/tokenizer external/tokenizer` and `tokenizer.init_from: tokenizer` (docs/data.md)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +98,7 @@ def as_json(forecasts: Sequence[Forecast]) -> str:
 
 
 def as_text(forecasts: Sequence[Forecast]) -> Iterator[str]:
-    """A line per stage, further causes below it, and a last line that counts."""
+    """A line per stage, further causes below it, a line that counts, and what may cost more than it seems."""
     for each in forecasts:
         stage, verdict, causes = each.planned.stage, each.planned.verdict, each.planned.causes
         time = _time(each) if verdict in (Verdict.RUNS, Verdict.MAY_RUN) and stage != "code" else ""
@@ -103,6 +107,22 @@ def as_text(forecasts: Sequence[Forecast]) -> Iterator[str]:
     counted = Counter(each.planned.verdict for each in forecasts)
     counts = ", ".join(f"{counted[verdict]} {verdict}" for verdict in Verdict if counted[verdict])
     yield f"\n{counts}{_total(forecasts)}"
+    if _replaces_tokenizer({each.planned.stage: each.planned for each in forecasts}):
+        yield NEW_TOKENIZER
+
+
+def _replaces_tokenizer(plan: Mapping[str, Planned]) -> bool:
+    """Whether a tokenizer that there is may give way to one of other data, and a model that was trained with it."""
+    tokenizer, model = plan.get("tokenizer"), plan.get("pretrain")
+    return (
+        tokenizer is not None
+        and tokenizer.verdict in (Verdict.RUNS, Verdict.MAY_RUN)
+        and tokenizer.causes != [FIRST]
+        and tokenizer.params.get("tokenizer.init_from") is None
+        and model is not None
+        and model.verdict in (Verdict.RUNS, Verdict.MAY_RUN)
+        and model.causes != [FIRST]
+    )
 
 
 def _time(forecast: Forecast) -> str:

@@ -28,7 +28,7 @@ def check_python(root: Path) -> Line:
     running = platform.python_version()
     if running not in SpecifierSet(wanted):
         return Line(
-            "python", Severity.PROBLEM, f"{running}, and {wanted} is needed; `make setup PYTHON=python3.11` in a new .venv"
+            "python", Severity.PROBLEM, f"{running}, and {wanted} is needed; `rm -r .venv && make setup` takes another one"
         )
     return Line("python", Severity.OK, f"{running} ({sys.prefix})")
 

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.digests import digests
+from pipeline.lineage.agreement import undisturbed
 from pipeline.lineage.causes import reasons
-from pipeline.lineage.declaration import is_recorded, outputs_of, undisturbed
+from pipeline.lineage.declaration import Declaration, is_recorded, outputs_of
+from pipeline.lineage.ran_code import check_code
 from pipeline.params.schema import Runtime
 from pipeline.stage.processes import followers, other_ranks_gone, start_feeder
 from pipeline.stage.run import Follower, StageRun, describe
@@ -35,11 +37,14 @@ LEFTOVER_S = 3600.0
 
 
 @contextmanager
-def stage_process(stage: str, *, root: Path | None = None, memory_hint: str = "use a smaller batch") -> Iterator[StopSignals]:
+def stage_process(
+    stage: str, used: Declaration | None = None, *, root: Path | None = None, memory_hint: str = "use a smaller batch"
+) -> Iterator[StopSignals]:
     """Makes this process the only one that runs `stage`, stoppable and with readable errors; for stages without a run too.
 
     Args:
         stage: the stage's name, as DVC calls it (`data@pretrain`).
+        used: parameters and inputs as the script has read them: what DVC is going to record has to be the same.
         root: the repository; the current directory when left out.
         memory_hint: what to lower when memory runs out.
 
@@ -56,8 +61,9 @@ def stage_process(stage: str, *, root: Path | None = None, memory_hint: str = "u
         StopSignals() as stop,
         hold(folder / "lock", wait=False),
         _recorded_exit(folder / "exit.json", stop, memory_hint),
-        undisturbed(stage, root),
+        undisturbed(stage, root, used),
     ):
+        check_code(stage, root)
         yield stop
 
 
@@ -95,9 +101,11 @@ def stage_run(
     if launched.rank:
         name = f"{stage}, rank {launched.rank}"
         with lasting_stderr(), exit_on_error(name, memory_hint), other_ranks_gone(), StopSignals() as stop:
-            yield Follower(stage, root, launched, stop)
+            check_code(stage, root)
+            yield Follower(stage, root, params, runtime, launched, stop)
         return
-    with stage_process(stage, root=root, memory_hint=memory_hint) as stop, ExitStack() as stack:
+    used = Declaration([Path(path).as_posix() for path in inputs], dict(params))
+    with stage_process(stage, used, root=root, memory_hint=memory_hint) as stop, ExitStack() as stack:
         runs = home(root) / ".runs"
         _remove_leftovers(root, runs / stage, stage)
         known = digests(root, inputs)

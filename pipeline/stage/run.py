@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from pipeline.diagnosis.guard import Guard
-from pipeline.errors import GuardError
+from pipeline.errors import GuardError, PipelineError
 from pipeline.masking import masked
 from pipeline.params.schema import Runtime
 from pipeline.supervise import Stopped, StopSignals
@@ -55,6 +55,7 @@ class StageRun:
         self._runtime = runtime
         self._stop = stop
         self._ranks = ranks
+        self._settings = dict(params), runtime.model_dump()
         save = newest_save(folder) or {"step": 0, **NO_RECORDS}
         self.resumed_step: int = save["step"]
         self._has_save = "crc32" in save
@@ -96,7 +97,8 @@ class StageRun:
 
     def load(self) -> dict[str, Any] | None:
         """The state of the newest intact save, or None for a fresh run. Records after that step are gone already."""
-        return self._ranks.first(read_save(self.folder, self.resumed_step) if self._has_save else None)
+        saved = read_save(self.folder, self.resumed_step) if self._has_save else None
+        return self._ranks.first((self._settings, saved))[1]
 
     def should_save(self, step: int) -> bool:
         """Whether `runtime.save_every_s` seconds have passed since the last save (or the start), or the save of `step` stays."""
@@ -160,9 +162,12 @@ class Follower(StageRun):
     It starts from the save that rank 0 loads, stops when rank 0 does, and ends with the last step, before there are outputs.
     """
 
-    def __init__(self, stage: str, root: Path, ranks: Ranks, stop: StopSignals) -> None:
+    def __init__(
+        self, stage: str, root: Path, params: Mapping[str, Any], runtime: Runtime, ranks: Ranks, stop: StopSignals
+    ) -> None:
         self.stage, self.root, self.home = stage, root, home(root)
         self._ranks, self._stop = ranks, stop
+        self._settings = dict(params), runtime.model_dump()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Nothing."""
@@ -174,8 +179,16 @@ class Follower(StageRun):
         """Nothing."""
 
     def load(self) -> dict[str, Any] | None:
-        """The state that rank 0 loads."""
-        return self._ranks.first(None)
+        """The state that rank 0 loads.
+
+        Raises:
+            PipelineError: this rank has read other parameters than rank 0.
+        """
+        nothing: tuple[Any, dict[str, Any] | None] = None, None
+        settings, saved = self._ranks.first(nothing)
+        if settings != self._settings:
+            raise PipelineError("params.yaml was edited while the ranks started; give the same command again")
+        return saved
 
     def checkpoint(self, step: int, make_state: Callable[[], Mapping[str, Any]]) -> None:
         """Ends the process where rank 0 was asked to stop."""

@@ -29,7 +29,8 @@ CONTROL_TOKENS: tuple[tuple[str, bool], ...] = tuple([(t, True) for t in _SPECIA
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
-TEMPLATE_FILE = Path(__file__).with_name("chat_template.jinja")
+TEMPLATE_FILE = "chat_template.jinja"
+CHAT_TEMPLATE = Path(__file__).with_name(TEMPLATE_FILE).read_bytes()
 
 _NEWLINE_SPLIT = {"type": "Split", "pattern": {"String": "\n"}, "behavior": "Isolated", "invert": False}
 _HUGGING_FACE_CONFIG = {
@@ -150,7 +151,7 @@ def write_files(folder: Path, serialized: bytes) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / TOKENIZER_FILE).write_bytes(serialized)
     (folder / CONFIG_FILE).write_bytes(_to_json(_HUGGING_FACE_CONFIG))
-    (folder / TEMPLATE_FILE.name).write_bytes(TEMPLATE_FILE.read_bytes())
+    (folder / TEMPLATE_FILE).write_bytes(CHAT_TEMPLATE)
 
 
 def _to_json(value: dict[str, Any]) -> bytes:
