@@ -30,7 +30,7 @@ from pipeline.lineage.experiment import Experiment, describe_all
 from pipeline.lineage.headlines import EVAL_HEADLINES, HEADLINES, Goal
 from pipeline.lineage.overrides import shown
 from pipeline.lineage.plan import read_plan
-from pipeline.reading.noise import outside
+from pipeline.lineage.spread import outside
 
 ROOT = Path(__file__).resolve().parents[1]
 POLL_S = 0.2

@@ -46,6 +46,7 @@ DAMAGES: list[tuple[str, Any]] = [
     ("run.json", {"params": {"grpo": {"lr": float("nan")}}}),
     ("exit.json", {"time_s": []}),
     ("exit.json", {"used": None}),
+    ("exit.json", {"outputs": ["checkpoints/grpo.pth"]}),
     ("exit.json", {"used": {"seconds": {}}}),
     ("exit.json", {"code": "0"}),
     ("feeder.json", {"run_id": ["x"]}),
@@ -70,7 +71,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     (tmp_path / "dvc.lock").write_text(json.dumps(MADE))
     for number in (1, 2):
-        write_run(tmp_path, number, samples=[{"step": 1, "prompt": "p", "completion": "c"}], params={"seed": 41 + number})
+        known = {"params": {"seed": 41 + number}, "outputs": {"checkpoints/grpo.pth": "ab"[number % 2] * 32}}
+        write_run(tmp_path, number, samples=[{"step": 1, "prompt": "p", "completion": "c"}], **known)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -112,7 +114,7 @@ def test_a_folder_or_a_loop_of_links_in_place_of_a_file_counts_as_absent(home: P
 def test_missing_keys_are_no_fault(home: Path) -> None:
     for name in ("run.json", "exit.json"):
         path = home / ".runs/grpo/key1/1" / name
-        kept = {"code", "params", "tags"}
+        kept = {"code", "params", "tags", "outputs"}
         path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key in kept}))
     cost = bill(home, home).stages[0]
     assert (cost.run, cost.ended_s, cost.skipped) == (".runs/grpo/key1/1", None, False)

@@ -55,8 +55,10 @@ def repository(tmp_path: Path) -> Path:
     (base / "run.json").write_text(json.dumps(about))
     group = write_run(tmp_path, 2, inputs={"base.pth": "base", "data/code/grpo.json": "c"})
     other = write_run(tmp_path, 3, params={"group_size": 64}, inputs={"base.pth": "base"})
-    for folder, seconds in ((base, 10.0), (group, 60.0), (other, 999.0)):
-        (folder / "exit.json").write_text(json.dumps({"code": 0, "time_s": 1.0, "used": {"seconds": seconds}}))
+    ends = ((base, 10.0, {"base.pth": "base"}), (group, 60.0, {"grpo.pth": "g"}), (other, 999.0, {"grpo.pth": "o"}))
+    for folder, seconds, outputs in ends:
+        end = {"code": 0, "time_s": 1.0, "used": {"seconds": seconds}, "outputs": outputs}
+        (folder / "exit.json").write_text(json.dumps(end))
     return tmp_path
 
 

@@ -77,7 +77,7 @@ def test_answers_part_where_they_differ(tmp_path: Path) -> None:
 def test_pages_without_run_folders_are_whole(tmp_path: Path) -> None:
     found = origin("")
     gone = Step("model", found.steps[-1].params, found.steps[-1].deps, found.steps[-1].outs, None)
-    html = whence_page(Origin("f", "m" * 32, "model.pth", True, [], [*found.steps[:-1], gone], {}, {}), tmp_path)
+    html = whence_page(Origin("f", "m" * 32, "model.pth", {}, True, [], [*found.steps[:-1], gone], {}, {}), tmp_path)
     assert "its folder is gone" in html and "the workspace" in html and "<h2>Curves" not in html
 
 

@@ -1,6 +1,5 @@
 """Whether runs differ by more than their seeds do: runs of one recipe that differ in seeds alone show the spread of a metric."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,12 +7,11 @@ from statistics import fmean, stdev
 from typing import Any, Literal
 
 from pipeline.lineage.runs import inputs_of
+from pipeline.lineage.spread import outside
 from pipeline.reading.measured import finals
 from pipeline.tracking.description import flatten
 from pipeline.tracking.records import Record
 from pipeline.tracking.run_folder import RunFolder
-
-CONFIDENCE = 0.95
 
 Verdict = Literal["inside", "outside", "unknown", "same recipe"]
 
@@ -81,8 +79,7 @@ def spread(values: Sequence[float]) -> Spread | None:
 def verdict(left: Repeats | None, right: Repeats | None, key: str) -> Verdict:
     """Whether the difference of two runs in a metric is one that other seeds of the same recipes could make.
 
-    A two-sided t-test at 95 % with the standard deviation pooled over the recipes that have several seeds (one is enough). With
-    few seeds its limits are wide, as they must be.
+    By `pipeline.lineage.spread`, over the recipes that have several seeds; one is enough.
     """
     if left is None or right is None:
         return "unknown"
@@ -90,21 +87,3 @@ def verdict(left: Repeats | None, right: Repeats | None, key: str) -> Verdict:
         return "same recipe"
     found = outside(left.values.get(key, []), right.values.get(key, []))
     return "unknown" if found is None else "outside" if found else "inside"
-
-
-def outside(left: Sequence[float], right: Sequence[float]) -> bool | None:
-    """Whether two groups, a value per seed, differ by more than seeds do (as in `verdict`); None where none has two seeds."""
-    groups = [left, right]
-    degrees = sum(len(group) - 1 for group in groups)
-    if not all(groups) or degrees == 0:
-        return None
-    means = [fmean(group) for group in groups]
-    squares = sum((value - mean) ** 2 for group, mean in zip(groups, means, strict=True) for value in group)
-    error = math.sqrt(squares / degrees) * math.sqrt(sum(1 / len(group) for group in groups))
-    return abs(means[0] - means[1]) > _t_quantile(degrees) * error
-
-
-def _t_quantile(degrees: int) -> float:
-    from scipy.special import stdtrit  # slow to import, and most comparisons have no repeated seeds
-
-    return float(stdtrit(degrees, 0.5 + CONFIDENCE / 2))
