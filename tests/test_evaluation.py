@@ -21,7 +21,17 @@ from pipeline.evaluation import examiner as examiner_module
 from pipeline.evaluation import report as report_module
 from pipeline.evaluation.catalogue import METRICS, PARENTS
 from pipeline.evaluation.examiner import MODELS, measure_all, open_held_out, open_panel
-from pipeline.evaluation.panel import Examination, Examiner, Panel, Question, RowValues, calls_valid, normalised, questions_of
+from pipeline.evaluation.panel import (
+    BY_LENGTH,
+    Examination,
+    Examiner,
+    Panel,
+    Question,
+    RowValues,
+    calls_valid,
+    normalised,
+    questions_of,
+)
 from pipeline.evaluation.report import CURVES, draw_curves, markdown, metrics_tree, write_report
 from pipeline.evaluation.results import cached, estimates_of, verdicts_of
 from pipeline.evaluation.statistics import Estimate, mean, proportion, ratio, verdict
@@ -366,9 +376,9 @@ def test_only_changed_models_are_measured(
     assert measure() == (first, [])
     assert len(said) == len(MODELS)  # nothing is announced that does not happen
     everything = {"bits", "bytes", "preference_accuracy", "qa_exact", "qa_exact_greedy", "stops_frac", "reward_mean"}
-    everything |= {"tool_success", "tool_success_greedy", "tool_earned", "tool_valid_frac"}
+    everything |= {BY_LENGTH, "tool_success", "tool_success_greedy", "tool_earned", "tool_valid_frac"}
     for name, examined in first.items():
-        wanted = {"preference_accuracy"} if name == "reward" else everything
+        wanted = {"preference_accuracy", BY_LENGTH} if name == "reward" else everything
         assert {key for key in examined.values if not key.startswith("reward_term_")} == wanted
         assert {sample["task"] for sample in examined.samples} == (
             set() if name == "reward" else {"question", "prompt", "tool task"}
@@ -420,7 +430,7 @@ def test_the_panel_holds_what_fits_and_can_be_judged(tmp_path: Path, monkeypatch
     longest = max(len(task.prompt_ids) for task in whole.prompts)
     kept = open_held_out("rlaif", make_eval(), tokenizer, longest - 1, 0.5, said.append)
     assert len(kept) < len(whole.prompts) and len(said) == 1
-    assert "held-out rows of rlaif do not fit" in said[0] and ".jsonl:" in said[0]
+    assert "held-out rows of rlaif dropped" in said[0] and ".jsonl:" in said[0]
 
 
 def test_logprob_metrics_are_those_of_single_rows(tmp_path: Path) -> None:
@@ -450,9 +460,17 @@ def test_logprob_metrics_are_those_of_single_rows(tmp_path: Path) -> None:
         for batch in both.in_order():
             totals = [logprob(model, *row) for row in zip(batch.input_ids, batch.labels, strict=True)]
             wins += [float(totals[pair] > totals[pair + batch.num_pairs]) for pair in range(batch.num_pairs)]
-        assert examiner.preference_values(model) == wins and 0 < sum(wins) < len(wins)
+        shorter = []
+        for batch in both.in_order():
+            lengths = [sum(label != -100 for label in row) for row in batch.labels.tolist()]
+            sides = zip(lengths[: batch.num_pairs], lengths[batch.num_pairs :], strict=True)
+            shorter += [1.0 if chosen < rejected else 0.5 if chosen == rejected else 0.0 for chosen, rejected in sides]
+        measured = examiner.preference_values(model)
+        assert measured[BY_LENGTH] == shorter and measured["preference_accuracy"] == wins and 0 < sum(wins) < len(wins)
         reward = RewardModel.from_causal_lm(model, seed=1)
-        scores = examiner.score_values(RewardModelling(reward, CPU)).values["preference_accuracy"]
+        scored = examiner.score_values(RewardModelling(reward, CPU)).values
+        scores = scored["preference_accuracy"]
+        assert len(scored[BY_LENGTH]) == len(shorter)
     assert len(scores) == len(wins) and set(scores) <= {0.0, 1.0}
 
 
@@ -560,7 +578,11 @@ def test_the_files_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "reward_mean": [0.1, 1 / 3],
         "reward_term_a": [0.0, 1.0],
     }
-    measured: dict[str, RowValues] = {"pretrain": rows, "full_sft": rows, "reward": {"preference_accuracy": [1.0, 1.0]}}
+    measured: dict[str, RowValues] = {
+        "pretrain": rows,
+        "full_sft": rows,
+        "reward": {"preference_accuracy": [1.0, 1.0], BY_LENGTH: [0.5, 0.0]},
+    }
     written = []
     for name in ("one", "two"):
         folder = tmp_path / name
@@ -575,6 +597,7 @@ def test_the_files_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert tree["full_sft"]["reward_mean"] == 0.216667  # six decimals
     assert estimates["reward"]["preference_accuracy"] == proportion([True, True], 0.95)
     report = written[0]["reports/eval.md"].decode()
+    assert "| 0.750 by length (always the longer); 0.500 by position; 0 by equal scores |" in report
     assert "| full_sft | pretrain | - | - | bits_per_byte, qa_exact, reward_mean |" in report
     assert all(f"- `{name}`: {METRICS[name][0]}" in report for name in ("bits_per_byte", "qa_exact", "preference_accuracy"))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline.maths.metrics import combine
-from pipeline.maths.preference import bradley_terry_loss, dpo_loss
+from pipeline.maths.preference import bradley_terry_loss, chance_accuracies, dpo_loss
 
 FIGURES = Path(__file__).parents[1].parent / "shared" / "data" / "oracle" / "rl_figures.json"
 
@@ -28,6 +28,15 @@ def test_dpo_worked_value() -> None:
         "rejected_logprob": -3.0,
     }
     assert combine([metrics]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_chance_is_what_length_and_equal_scores_earn() -> None:
+    # chosen 3, 5, 2, 4 against rejected 4, 5, 7, 1: shorter, equal, shorter, longer
+    chance = combine([{"count": 4.0, **chance_accuracies(torch.tensor([3, 5, 2, 4, 4, 5, 7, 1]))}])
+    assert chance == {"accuracy_by_length": 2.5 / 4, "accuracy_by_constant": 0.5}
+    logprobs = torch.tensor([-3.0, -5, -2, -4, -4, -5, -7, -1])  # a model that gives every token the same probability
+    _, metrics = dpo_loss(logprobs, torch.zeros(8), beta=1.0, num_pairs=4)
+    assert combine([metrics])["accuracy"] == chance["accuracy_by_length"]
 
 
 def test_dpo_starts_at_ln_2_with_a_gradient() -> None:

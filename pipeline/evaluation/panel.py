@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pipeline.data.batches import PairBatches, SupervisedBatches
 from pipeline.data.prompts import PromptTask
@@ -21,12 +22,16 @@ from pipeline.text.chat import ChatEncoder
 from pipeline.text.tokenizer import Tokenizer
 from pipeline.tools.toolbox import PRESET_TOOLS, Toolbox
 from pipeline.training.device import Device
+from pipeline.training.objectives import answer_lengths
 from pipeline.training.policy_setup import open_engine
 from pipeline.training.reward_objective import RewardModelling
 from pipeline.training.updater import seed_for
 
 RowValues = dict[str, list[float]]
-"""Per-row values by metric; `bits` and `bytes` belong together (their ratio is bits_per_byte)."""
+"""Per-row values by metric; `bits` and `bytes` belong together (their ratio is bits_per_byte). `BY_LENGTH` is no model's own."""
+
+BY_LENGTH = "preference_by_length"
+"""1.0 where the chosen answer of a pair is the shorter one, 0.5 where both are as long: what is earned without reading them."""
 
 
 SAMPLES_PER_TASK = 5
@@ -119,7 +124,7 @@ class Examiner:
         model.eval()
         engine = open_engine(model, self.tokenizer, self.device, max_rows=self.params.batch_size)
         with torch.inference_mode():
-            values = self.text_values(model) | {"preference_accuracy": self.preference_values(model)}
+            values = self.text_values(model) | self.preference_values(model)
         return Examination(values) | self.questions(engine) | self.rewards(engine) | self.tools(engine)
 
     def text_values(self, model: CausalLM) -> RowValues:
@@ -135,9 +140,10 @@ class Examiner:
             sizes += [float(size) for size in batch.row_bytes]
         return {"bits": bits, "bytes": sizes}
 
-    def preference_values(self, model: CausalLM) -> list[float]:
-        """1.0 where the chosen answer has the higher total logprob."""
+    def preference_values(self, model: CausalLM) -> RowValues:
+        """1.0 where the chosen answer has the higher total logprob, and what going by length earns."""
         correct: list[float] = []
+        shorter: list[float] = []
         for batch in self.panel.pairs.in_order():
             labels = batch.labels.to(self.device.device)
             with self.device.autocast():
@@ -145,17 +151,20 @@ class Examiner:
             logprobs, _ = token_logprobs(hidden, model.lm_head.weight, labels)
             chosen, rejected = logprobs.sum(dim=1).chunk(2)
             correct += (chosen > rejected).float().tolist()
-        return correct
+            shorter += shorter_chosen(batch.labels)
+        return {"preference_accuracy": correct, BY_LENGTH: shorter}
 
     def score_values(self, objective: RewardModelling) -> Examination:
         """The reward model's only metric: 1.0 where the chosen answer gets the higher score."""
         objective.model.eval()
         correct: list[float] = []
+        shorter: list[float] = []
         with torch.inference_mode():
             for batch in self.panel.pairs.judged().in_order():
                 chosen, rejected = objective.scores(batch).chunk(2)
                 correct += (chosen > rejected).float().tolist()
-        return Examination({"preference_accuracy": correct})
+                shorter += shorter_chosen(batch.labels)
+        return Examination({"preference_accuracy": correct, BY_LENGTH: shorter})
 
     def questions(self, engine: RolloutEngine) -> Examination:
         """Exact match of sampled and greedy replies, and whether sampled replies end by themselves."""
@@ -245,6 +254,12 @@ class Examiner:
     def keys(self, what: str, rows: int) -> list[int]:
         """One seed per row, the same for every model."""
         return [seed_for(self.params.seed, "eval", what, row) for row in range(rows)]
+
+
+def shorter_chosen(labels: Tensor) -> list[float]:
+    """`BY_LENGTH` of a batch of pairs; labels [2n, T], n chosen, then n rejected."""
+    chosen, rejected = answer_lengths(labels).chunk(2)
+    return (0.5 + 0.5 * (rejected - chosen).sign()).tolist()
 
 
 def calls_valid(trajectory: Trajectory) -> bool:

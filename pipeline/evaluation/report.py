@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipeline.evaluation.catalogue import METRICS, PARENTS
 from pipeline.evaluation.panel import RowValues
-from pipeline.evaluation.results import estimates_of, verdicts_of
+from pipeline.evaluation.results import chance_of, estimates_of, verdicts_of
 from pipeline.evaluation.statistics import Estimate, Verdict
 from pipeline.params.schema import Eval
 
@@ -57,7 +57,7 @@ def write_report(
     for stage, keys in CURVES.items():
         draw_curves(plots / f"{stage}.csv", folder / "curves" / f"{stage}.png", keys)
         curves.append(f"curves/{stage}.png")
-    text = markdown(estimates, verdicts, PARENTS, params.confidence, curves)
+    text = markdown(estimates, verdicts, PARENTS, params.confidence, curves, chance_of(measured))
     (folder / "eval.md").write_text(text, encoding="utf-8")
     return estimates
 
@@ -68,6 +68,7 @@ def markdown(
     parents: Mapping[str, str],
     confidence: float,
     curves: Sequence[str],
+    chance: Mapping[str, str] | None = None,
 ) -> str:
     """The report: one table per metric family would hide comparisons, so it is one table, then verdicts, then curves."""
     shown = [name for name in METRICS if any(name in metrics for metrics in estimates.values())]
@@ -82,6 +83,8 @@ def markdown(
     for model, metrics in estimates.items():
         cells = [_cell(metrics.get(name)) for name in shown]
         lines.append(f"| {model} | " + " | ".join(cells) + " |")
+    if chance:
+        lines.append("| *chance* | " + " | ".join(chance.get(name, "-") for name in shown) + " |")
     lines += ["", "## Reward terms", ""]
     terms = sorted({name for metrics in estimates.values() for name in metrics if name.startswith("reward_term_")})
     if terms:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pipeline.checkpoint.files import write_atomically
 from pipeline.evaluation.catalogue import METRICS, PARENTS
-from pipeline.evaluation.panel import Examination, RowValues
+from pipeline.evaluation.panel import BY_LENGTH, Examination, RowValues
 from pipeline.evaluation.statistics import Estimate, Verdict, mean, proportion, ratio, verdict
 
 
@@ -16,7 +16,7 @@ def estimates_of(values: RowValues, confidence: float) -> dict[str, Estimate]:
     """Estimates by metric: 0/1 rows as proportions, `bits` over `bytes` as a ratio, everything else as a mean."""
     estimates = {}
     for name, rows in values.items():
-        if not rows or name == "bytes":
+        if not rows or name in ("bytes", BY_LENGTH):
             continue
         if name == "bits":
             estimates["bits_per_byte"] = ratio(rows, values["bytes"], confidence)
@@ -25,6 +25,17 @@ def estimates_of(values: RowValues, confidence: float) -> dict[str, Estimate]:
         else:
             estimates[name] = proportion([row == 1.0 for row in rows], confidence)
     return estimates
+
+
+def chance_of(measured: Mapping[str, RowValues]) -> dict[str, str]:
+    """By metric, what is earned without reading an answer; pairs are the same for all models."""
+    shorter = next((rows for values in measured.values() if (rows := values.get(BY_LENGTH))), None)
+    if not shorter:
+        return {}
+    share = sum(shorter) / len(shorter)
+    rule = "shorter" if share >= 0.5 else "longer"
+    by_length = f"{max(share, 1 - share):.3f} by length (always the {rule})"
+    return {"preference_accuracy": f"{by_length}; 0.500 by position; 0 by equal scores"}
 
 
 def verdicts_of(measured: Mapping[str, RowValues], confidence: float) -> dict[str, dict[str, Verdict]]:

@@ -72,6 +72,24 @@ def bradley_terry_loss(scores: Tensor, *, num_pairs: int) -> tuple[Tensor, dict[
 
 
 @torch.no_grad()
+def chance_accuracies(num_tokens: Tensor) -> dict[str, Tensor]:
+    """What rules earn that know nothing of the answers, beside `accuracy`: sums over pairs, a tie counts half.
+
+    `accuracy_by_length` is that of always preferring the shorter answer, as an untrained model's total logprob does (of the
+    longer one: 1 minus it); `accuracy_by_constant` that of equal scores. No model sees an answer's position: a rule that goes by
+    it draws lots, and earns a half as well.
+
+    Args:
+        num_tokens: `[2N]`, trained tokens of each answer.
+    """
+    chosen, rejected = num_tokens.chunk(2)
+    return {
+        "accuracy_by_length": (chosen < rejected).float().sum() + 0.5 * (chosen == rejected).float().sum(),
+        "accuracy_by_constant": torch.tensor(0.5 * len(chosen), device=num_tokens.device),
+    }
+
+
+@torch.no_grad()
 def _margin_metrics(margin: Tensor) -> dict[str, Tensor]:
     return {
         "count": torch.tensor(float(len(margin))),

@@ -65,6 +65,11 @@ def without_dropout(model: Backbone) -> None:
             module.train()
 
 
+def answer_lengths(labels: Tensor) -> Tensor:
+    """Trained tokens of each row, [B]; labels [B, T] with -100 = not trained."""
+    return (labels != IGNORED_LABEL).sum(dim=1)
+
+
 def real_positions(labels: Tensor) -> Tensor:
     """True up to each row's last trained label, [B, T]: every row ends there, what follows is padding.
 

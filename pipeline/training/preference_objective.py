@@ -11,11 +11,11 @@ from pipeline.checkpoint.files import load_state, write_atomically
 from pipeline.data.batches import PairBatch, PairBatches
 from pipeline.errors import DataError
 from pipeline.maths.logprobs import token_logprobs
-from pipeline.maths.preference import dpo_loss
+from pipeline.maths.preference import chance_accuracies, dpo_loss
 from pipeline.model.transformer import CausalLM
 from pipeline.params.schema import Dpo
 from pipeline.training.device import Device
-from pipeline.training.objectives import LossSum, routed_positions, sums_of, with_router_balance, without_dropout
+from pipeline.training.objectives import LossSum, answer_lengths, routed_positions, sums_of, with_router_balance, without_dropout
 
 Reference = Callable[[PairBatch], Tensor]
 """The frozen reference's answer logprobs of a batch, [2n], on the CPU or the device."""
@@ -49,6 +49,7 @@ class DirectPreference:
             label_smoothing=self.settings.label_smoothing,
             num_pairs=1,
         )
+        metrics |= chance_accuracies(answer_lengths(batch.labels).to(policy.device))
         return with_router_balance(LossSum(loss, batch.num_pairs, sums_of(loss, metrics)), self.model)
 
 

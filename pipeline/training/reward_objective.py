@@ -8,10 +8,18 @@ from torch import Tensor
 
 from pipeline.data.batches import PairBatch, PairBatches
 from pipeline.errors import NumericsError
-from pipeline.maths.preference import bradley_terry_loss
+from pipeline.maths.preference import bradley_terry_loss, chance_accuracies
 from pipeline.model.heads import RewardModel
 from pipeline.training.device import Device
-from pipeline.training.objectives import LossSum, last_trained, real_positions, sums_of, with_router_balance, without_dropout
+from pipeline.training.objectives import (
+    LossSum,
+    answer_lengths,
+    last_trained,
+    real_positions,
+    sums_of,
+    with_router_balance,
+    without_dropout,
+)
 
 Rows = list[dict[str, Any]]
 
@@ -42,6 +50,7 @@ class RewardModelling:
     def __call__(self, batch: PairBatch) -> LossSum:
         scores, n = self.scores(batch), batch.num_pairs
         loss, metrics = bradley_terry_loss(scores, num_pairs=1)
+        metrics |= chance_accuracies(answer_lengths(batch.labels).to(scores.device))
         return with_router_balance(LossSum(loss, n, sums_of(loss, metrics)), self.model)
 
 
