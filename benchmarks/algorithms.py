@@ -13,6 +13,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -77,6 +78,9 @@ class Silent:
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
     def keep_rollouts(self, step: int, rollouts: Mapping[int, Trajectory]) -> None: ...
     def load(self) -> None: ...
+    def step(self, step: int, whole: Callable[[], Mapping[str, Any] | None]) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def checkpoint(self, step: int, make_state: Callable[[], Mapping[str, Any]]) -> None: ...
     def progress(self, total: int) -> Self:
         return self

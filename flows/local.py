@@ -39,7 +39,7 @@ from pipeline.errors import HeldError, PipelineError
 from pipeline.masking import masked
 from pipeline.params import load_params
 from pipeline.params.schema import Runtime
-from pipeline.supervise import follow_parent, hold
+from pipeline.supervise import follow_parent, hold, signal_name
 
 ROOT = Path(__file__).resolve().parents[1]
 POOL = "minimind"
@@ -248,7 +248,7 @@ class _Service:
         code = self.process.poll()
         if code is None or code == 0 or (code > 0 and time.monotonic() - self._started < SETTLED_S):
             return code
-        end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        end = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         print(f"The Prefect {self._name} {end}; starting it again", file=sys.stderr, flush=True)
         self._start()
         return None

@@ -43,7 +43,7 @@ def minimind(
     """
     log_faults_as_lines()
     if restarts:
-        get_run_logger().info("Started again after crash number %d; stages go on from their last saves", restarts)
+        get_run_logger().info("Started again after crash number %d; stages go on from saves that they have left", restarts)
     workspace = Workspace(ROOT, os.cpu_count() or 1, timeout_s=timeout_s)
     targets = () if stage == "all" else (stage,)
     try:

@@ -47,7 +47,7 @@ def rebuild(monkeypatch: pytest.MonkeyPatch) -> Iterator["subprocess.Popen[bytes
     """A process that stands for `dvc repro`."""
     with subprocess.Popen(["sleep", "600"]) as process:
         began = Ancestor.of(process.pid)
-        current = Rebuild(f"here/{process.pid}", socket.gethostname(), process.pid, began.started_s)
+        current = Rebuild(f"here/{process.pid}", socket.gethostname(), process.pid, time.time(), began.began)
         monkeypatch.setattr(Rebuild, "current", classmethod(lambda cls: current))
         yield process
         process.kill()
@@ -69,9 +69,9 @@ def empty_registry() -> Iterator[None]:
 def test_what_a_rebuild_is() -> None:
     assert Rebuild.of(None) is None
     mine = Ancestor.of(os.getpid())
-    rebuild = Rebuild("k", socket.gethostname(), mine.pid, mine.started_s)
+    rebuild = Rebuild("k", socket.gethostname(), mine.pid, 1.0, mine.began)
     assert Rebuild.of(rebuild.note()) == rebuild and rebuild.is_alive
-    assert not Rebuild("k", "elsewhere", mine.pid, mine.started_s).is_alive
+    assert not Rebuild("k", "elsewhere", mine.pid, 1.0, mine.began).is_alive
 
 
 def test_the_outermost_dvc_or_the_flow_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def test_the_outermost_dvc_or_the_flow_names_it(tmp_path: Path, monkeypatch: pyt
     assert str(pid) == outer and f"/{outer}/" in key
     assert eval(ask(python, str(script), python, "-c", probe, DVC_EXP_NAME="bold-ant")[-1])[0].endswith("/bold-ant")
     mine = Ancestor.of(os.getpid())
-    flow = {VARIABLE: f"{mine.pid}:{mine.started_s},1:1.0", FLOW_RUN: "0a1b"}
+    flow = {VARIABLE: f"{mine.pid}:{mine.began},1:1.0", FLOW_RUN: "0a1b"}
     assert eval(ask(python, str(script), python, "-c", probe, **flow)[-1]) == ("0a1b", mine.pid)
 
 
@@ -148,7 +148,7 @@ def test_a_rebuild_whose_process_is_gone_is_closed_by_the_next(
     rebuild.kill()
     rebuild.wait()
     mine = Ancestor.of(os.getpid())
-    later = Rebuild("later", socket.gethostname(), mine.pid, time.time() + 1)
+    later = Rebuild("later", socket.gethostname(), mine.pid, time.time() + 1, mine.began)
     monkeypatch.setattr(Rebuild, "current", classmethod(lambda cls: later))
     feed(train(workspace, lr=2e-4))
     assert [run.info.status for run in seen.rebuilds()][0] == status

@@ -16,12 +16,13 @@ import psutil
 import pytest
 
 from pipeline.errors import DataError, HeldError, NumericsError, ParamsError
-from pipeline.supervise import Stopped, exit_on_error, explain, hold, is_held, reason
+from pipeline.supervise import Stopped, exit_on_error, explain, hold, is_held, reason, signal_name
 from pipeline.supervise.ancestry import POLL_S, VARIABLE, Ancestor, handed_down, inherited
+from pipeline.supervise.signals import STUCK_S
 
 ROOT = Path(__file__).parents[1]
 
-NO_SPACE = "no space left; free some (`python -m pipeline gc` helps) and run the same command: it resumes at the last save"
+NO_SPACE = "no space left; free some (`python -m pipeline gc` helps) and run the same command: what was saved is kept"
 # Answers a stop request like a training loop; every progress is a line in the file `said`.
 LOOP = """
     import time
@@ -123,6 +124,111 @@ def test_a_step_that_does_not_end_is_cut_off(tmp_path: Path) -> None:
         process.terminate()
         assert process.wait(20) == 143
     assert _said(tmp_path) == ["ready", "abort 143"]
+
+
+def test_ctrl_c_has_no_limit_as_it_can_be_pressed_again(tmp_path: Path) -> None:
+    with _process(tmp_path, _loop(step_s=1.5, grace_s=0.3)) as process:
+        _wait(lambda: "ready" in _said(tmp_path))
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+    assert _said(tmp_path) == ["ready", "saved"]
+
+
+WORK = """
+    import ctypes, os, signal, sys, time
+    from pathlib import Path
+    from pipeline.supervise import Stopped, StopSignals, exit_on_error
+
+    whole = {whole}
+    with exit_on_error("toy"), StopSignals() as stop:
+        stop.deferred = {deferred}
+        stop.say, stop.answer, stop.kept = print, lambda: "whole" if whole else "torn", lambda: "nothing was saved"
+        stop.on_abort = lambda code, reason: Path("reason").write_text(reason)
+        try:
+            with stop.interruptible(lambda: whole):
+                {work}
+        except Stopped as stopped:
+            time.sleep(0.3)  # a save, which nothing interrupts
+            print("saved", flush=True)
+            raise
+"""
+WAIT_FOR_EVER = "mutex = bytes(40); [ctypes.CDLL(None).pthread_mutex_lock(mutex) for _ in range(2)]"
+
+
+def _worked(folder: Path, work: str, *, deferred: bool = True, whole: bool = True) -> tuple[int, str]:
+    """Exit code and output of a process that is told to stop as soon as it is at work."""
+    code = WORK.format(work=f"print('ready', flush=True); {work}", deferred=deferred, whole=whole)
+    with _process(folder, code, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        time.sleep(0.2)
+        process.terminate()
+        return process.wait(20), process.stdout.read()
+
+
+def test_work_that_has_changed_nothing_is_left_and_other_work_is_finished(tmp_path: Path) -> None:
+    wait = "end = time.monotonic() + 1; [None for _ in iter(lambda: time.monotonic() < end, False)]"
+    assert _worked(tmp_path, f"{wait}; print('finished')") == (143, "whole\nsaved\n")
+    assert _worked(tmp_path, f"{wait}; print('finished')", whole=False) == (0, "torn\nfinished\n")
+
+
+def test_a_request_from_before_is_answered_where_work_begins(tmp_path: Path) -> None:
+    before = "\n".join(
+        [
+            "[time.sleep(0.01) for _ in iter(lambda: stop.requested is None, False)]; whole = True",
+            "                with stop.interruptible(lambda: whole): print('begun')",
+        ]
+    )
+    assert _worked(tmp_path, before, whole=False) == (143, "torn\nsaved\n")
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_main_thread_that_waits_inside_of_an_operation_stops(tmp_path: Path, deferred: bool) -> None:
+    """Python runs no handler then; torch waits like this for another rank."""
+    ends_the_wait = "stop.on_wait = lambda: (print('broken off', flush=True), os._exit(7))"
+    began = time.monotonic()
+    code, said = _worked(tmp_path, f"{ends_the_wait}; {WAIT_FOR_EVER}", deferred=deferred)
+    assert time.monotonic() - began < STUCK_S + 5
+    if deferred:
+        assert (code, said) == (7, "whole\nbroken off\n")
+    else:
+        reason = "stopped at once by SIGTERM; nothing was saved"
+        assert (code, said, (tmp_path / "reason").read_text()) == (143, f"{reason}\n", reason)
+
+
+def test_a_child_that_is_forked_is_no_part_of_the_stage(tmp_path: Path) -> None:
+    """It does not hold the lock, dies of SIGTERM like any process, and the stage hears nothing of that."""
+    code = """
+        import os, signal, sys, time
+        from pathlib import Path
+        from pipeline.supervise import StopSignals, exit_on_error, hold
+
+        with exit_on_error("toy"), StopSignals() as stop, hold(Path("lock"), wait=False):
+            stop.deferred = True
+            first, second = [os.fork() or (time.sleep(60), os._exit(9)) for _ in range(2)]
+            time.sleep(0.2)
+            os.kill(first, signal.SIGTERM)
+            _, status = os.waitpid(first, 0)
+            time.sleep(0.2)
+            print(os.waitstatus_to_exitcode(status), stop.requested, second, flush=True)
+            time.sleep(60)
+    """
+    with _process(tmp_path, code, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        status, requested, second = process.stdout.readline().split()
+        try:
+            assert (int(status), requested) == (-signal.SIGTERM, "None")
+            assert is_held(tmp_path / "lock") and psutil.pid_exists(int(second))
+            process.kill()
+            process.wait()
+            assert not is_held(tmp_path / "lock") and psutil.pid_exists(int(second))
+        finally:
+            os.kill(int(second), signal.SIGKILL)
+
+
+def test_every_signal_has_a_name() -> None:
+    assert signal_name(signal.SIGTERM) == "SIGTERM"
+    for signum in range(1, signal.NSIG):
+        assert signal_name(signum) and str(Stopped(signum)).startswith("stopped by ")
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="parent-death signals exist on Linux")
@@ -301,14 +407,23 @@ def test_the_death_of_any_ancestor_stops_the_loop(tmp_path: Path, stopped: str) 
 
 
 def test_a_zombie_and_a_number_given_again_are_no_ancestors() -> None:
-    own = psutil.Process()
-    assert Ancestor(own.pid, own.create_time()).is_alive
-    assert not Ancestor(own.pid, own.create_time() - 60).is_alive
+    own = Ancestor.of(os.getpid())
+    assert own.is_alive
+    assert not own._replace(began=own.began - 60).is_alive
     with subprocess.Popen(["true"]) as ended:
-        started = psutil.Process(ended.pid).create_time()
+        zombie = Ancestor.of(ended.pid)
         _wait(lambda: psutil.Process(ended.pid).status() == psutil.STATUS_ZOMBIE)
-        assert not Ancestor(ended.pid, started).is_alive
-    assert not Ancestor(ended.pid, started).is_alive
+        assert not zombie.is_alive
+    assert not zombie.is_alive
+
+
+def test_a_step_of_the_clock_is_no_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernel says of the clock's past moves when the clock is set; a process lives on."""
+    own = Ancestor.of(os.getpid())
+    told_s = psutil.boot_time()
+    monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: told_s + 3600)
+    assert psutil.Process().create_time() > time.time() + 1800
+    assert own.is_alive
 
 
 def test_ancestors_are_handed_down_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -229,6 +230,9 @@ class MemoryRecorder:
 
     def load(self) -> dict[str, Any] | None:
         return None if self.saved is None else torch.load(io.BytesIO(self.saved), weights_only=True)
+
+    def step(self, step: int, whole: Callable[[], Mapping[str, Any] | None]) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def checkpoint(self, step: int, make_state: Callable[[], Mapping[str, Any]]) -> None:
         if step == self._kill_at:

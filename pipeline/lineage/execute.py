@@ -20,6 +20,7 @@ import psutil
 from pipeline.errors import HeldError
 from pipeline.lineage.remote import pull_options, push_shared
 from pipeline.masking import masked
+from pipeline.supervise import signal_name
 from pipeline.supervise.ancestry import handed_down
 from pipeline.tracking.run_folder import read_json
 
@@ -175,7 +176,7 @@ def _failure(stage: str, recorded: Mapping[str, Any], dvc_code: int, tail: list[
     exited = [int(match[1]) for line in tail if (match := _EXITED.search(line))]
     code = exited[-1] if exited else dvc_code
     if code < 0:
-        return Outcome(None, f"killed by {signal.Signals(-code).name}")
+        return Outcome(None, f"killed by {signal_name(-code)}")
     own = (
         [line for line in tail if line.startswith((f"{stage}: ", "params: "))]
         or [line for line in tail if line.startswith("ERROR")]

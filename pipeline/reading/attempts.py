@@ -14,9 +14,8 @@ from pipeline.lineage.history import CODE
 from pipeline.lineage.runs import inputs_of, params_of
 from pipeline.tracking.records import Record
 from pipeline.tracking.run_folder import RunFolder, read_json
+from pipeline.tracking.saves import resumption
 from pipeline.tracking.usage import SECONDS
-
-KILLED = "was killed; the same command goes on from its last save"
 
 
 @dataclass(frozen=True)
@@ -60,12 +59,17 @@ def last_attempt(home: Path, stage: str) -> Attempt | None:
     killed = [record for record in records if _start(record) > ended and not record.end and not record.alive]
     if killed:
         newest = max(killed, key=_start)
-        return Attempt(None, KILLED, _start(newest), newest)
+        return Attempt(None, how_it_was_killed(newest), _start(newest), newest)
     if not end:
         return None
     began = ended - end.get("used", {}).get(SECONDS, 0.0)
     own = [record for record in records if began <= (record.ended_s or 0.0) <= ended]
     return Attempt(end["code"], end.get("reason", ""), began, max(own, key=lambda record: record.ended_s or 0.0, default=None))
+
+
+def how_it_was_killed(record: Record) -> str:
+    """The reason that a process could not leave itself."""
+    return f"was killed; {resumption(record.folder)}"
 
 
 def _start(record: Record) -> float:

@@ -15,7 +15,7 @@ from pipeline.errors import ParamsError, PipelineError
 from pipeline.lineage.declaration import declaration, read_lock
 from pipeline.lineage.records import recorded_runs
 from pipeline.params import Params
-from pipeline.reading.attempts import KILLED, last_attempt, written_since
+from pipeline.reading.attempts import how_it_was_killed, last_attempt, written_since
 from pipeline.reading.lines import Line
 from pipeline.reading.machine import check_device, check_disk, check_libraries, check_python
 from pipeline.reading.workspace import (
@@ -149,14 +149,16 @@ def diagnose_run(folder: RunFolder, root: Path, home: Path) -> Diagnosis:
 def _state(record: Record) -> tuple[str, Severity]:
     if record.alive:
         return "is running", Severity.OK
+    if not record.end:
+        return how_it_was_killed(record), Severity.WARN
     return _ended(record.end.get("code"), str(record.end.get("reason")))
 
 
 def _ended(code: int | None, reason: str) -> tuple[str, Severity]:
-    if code is None:
-        return KILLED, Severity.WARN
     if code == 0:
         return "finished", Severity.OK
+    if code is None:
+        return reason, Severity.WARN
     return f"ended with code {code}: {reason}", Severity.WARN if code > 128 else Severity.PROBLEM
 
 

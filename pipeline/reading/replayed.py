@@ -6,7 +6,7 @@ anew and compared with the record. The run folder is only read.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -174,6 +174,9 @@ class _UpTo:
 
     def keep_rollouts(self, step: int, rollouts: Mapping[int, Trajectory]) -> None:
         """Nothing."""
+
+    def step(self, step: int, whole: Callable[[], Mapping[str, Any] | None]) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def checkpoint(self, step: int, make_state: Callable[[], Mapping[str, Any]]) -> None:
         if step == self._last:

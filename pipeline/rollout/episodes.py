@@ -61,15 +61,16 @@ def run_episodes(
         toolbox: What answers the calls.
     """
     flags = [greedy] * len(tasks) if isinstance(greedy, bool) else greedy
-    with ThreadPoolExecutor(TOOL_THREADS, "tools") as threads:
-        limits = _Limits(max_turns, max_new_tokens, max_total_len)
+    limits = _Limits(max_turns, max_new_tokens, max_total_len)
+    threads = ThreadPoolExecutor(TOOL_THREADS, "tools")
 
-        def call(name: str, arguments: Any, offered: Collection[str]) -> Future[ToolResult]:
-            return threads.submit(toolbox.call, name, arguments, offered)
+    def call(name: str, arguments: Any, offered: Collection[str]) -> Future[ToolResult]:
+        return threads.submit(toolbox.call, name, arguments, offered)
 
-        episodes = [_Episode(task, key, encoder, tokenizer, limits, call) for task, key in zip(tasks, keys, strict=True)]
-        begun = [index for index, episode in enumerate(episodes) if episode.room]
-        turns = [episodes[index].next_turn() for index in begun]
+    episodes = [_Episode(task, key, encoder, tokenizer, limits, call) for task, key in zip(tasks, keys, strict=True)]
+    begun = [index for index, episode in enumerate(episodes) if episode.room]
+    turns = [episodes[index].next_turn() for index in begun]
+    try:
         engine.generate(
             [turn.prompt for turn in turns],
             keys=[turn.key for turn in turns],
@@ -78,6 +79,8 @@ def run_episodes(
             greedy=[flags[index] for index in begun],
             finished=lambda number, completion: episodes[begun[number]].take(completion),
         )
+    finally:  # all calls have answered, or a stop leaves the step, which waits for none of them
+        threads.shutdown(wait=False, cancel_futures=True)
     return [episode.trajectory for episode in episodes]
 
 

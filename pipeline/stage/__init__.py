@@ -63,6 +63,7 @@ def stage_process(
         _recorded_exit(folder / "exit.json", stop, memory_hint),
         undisturbed(stage, root, used),
     ):
+        stop.say = lambda words: print(f"{stage}: {words}", file=sys.stderr, flush=True)
         check_code(stage, root)
         yield stop
 
@@ -117,7 +118,7 @@ def stage_run(
         spent = spent_before(folder)
         folder.exit.unlink(missing_ok=True)
         wanted = runtime.ranks if ranked and launched.size == 1 else 1
-        with _recorded_exit(folder.exit, stop, memory_hint, partial(_made, root, stage)), followers(wanted):
+        with _recorded_exit(folder.exit, stop, memory_hint, partial(_made, root, stage)), followers(wanted, stop):
             check_space(stage, folder, root, params, inputs, runtime)
             run = StageRun(stage, root, folder, params, runtime, stop, launched_ranks() if ranked else ALONE)
             stack.callback(run.close)
@@ -125,7 +126,8 @@ def stage_run(
             describe(run, key, params, known | code, why, spent)
             if runtime.mlflow:
                 start_feeder(run.folder, run.home)
-            yield run
+            with run.saved_at_stop():
+                yield run
         prune_finished(runs / stage, folder)
 
 
@@ -175,8 +177,7 @@ def _recorded_exit(
 
     def abort(code: int, reason: str) -> None:
         record(code, reason)
-        if further is not None:
-            further(code, reason)
+        further(code, reason)
 
     stop.on_abort = abort
     try:

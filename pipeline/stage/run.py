@@ -1,9 +1,12 @@
 """The record of one run, as a stage script writes it, and what further ranks have in its place."""
 
+import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -19,12 +22,20 @@ from pipeline.tracking.recorder import JsonLines, Recorder, now_s
 from pipeline.tracking.records import Record
 from pipeline.tracking.rollouts import write_rollouts
 from pipeline.tracking.run_folder import RunFolder, read_json, write_json
-from pipeline.tracking.saves import NO_RECORDS, newest_save, read_save, write_save
+from pipeline.tracking.saves import NO_RECORDS, newest_save, read_save, resumption, write_save
 from pipeline.tracking.store import moved, moved_from, own_store, tracking_uri
 from pipeline.training.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     from pipeline.rollout.records import Trajectory
+
+
+@dataclass(slots=True)
+class _Step:
+    """The step at work: how many were done before it, and their state, or None once that is no longer whole."""
+
+    done: int
+    whole: Callable[[], Mapping[str, Any] | None]
 
 
 class StageRun:
@@ -65,6 +76,9 @@ class StageRun:
         self._guard = None if runtime.guard == "off" else Guard(stage, params, Record(folder).metrics)
         self._saved_at = time.monotonic()
         self._sampled_step = 0
+        self._step: _Step | None = None
+        self._step_s: float | None = None
+        stop.answer, stop.kept = self._on_stop, lambda: resumption(folder)
 
     @property
     def scratch(self) -> Path:
@@ -78,6 +92,7 @@ class StageRun:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Appends the metrics of an optimizer step; values that are not finite become null. The guard looks on, and is heard."""
+        self._has_logged()
         self._recorder.log(step, metrics)
         found = {each.name: f"{each.severity}: {each}" for each in (self._guard.follow(step, metrics) if self._guard else ())}
         for line in found.values():
@@ -87,7 +102,13 @@ class StageRun:
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Appends generated samples: one row of plain JSON values each."""
+        self._has_logged()
         self._recorder.log_samples(step, rows)
+
+    def _has_logged(self) -> None:
+        """From here on the records are not those of the step's beginning."""
+        if self._step is not None:
+            self._step.whole = lambda: None
 
     def keep_rollouts(self, step: int, rollouts: "Mapping[int, Trajectory]") -> None:
         """Keeps every trajectory of a step, by key, for `replay-step`; nothing where `runtime.keep_rollouts` is off."""
@@ -121,6 +142,59 @@ class StageRun:
         self._saved_at = time.monotonic()
         return saved
 
+    @contextmanager
+    def step(self, step: int, whole: Callable[[], Mapping[str, Any] | None]) -> Iterator[None]:
+        """Around the work on the step behind `step`: a stop amid it leaves it, as long as it has changed nothing.
+
+        Args:
+            step: optimizer steps done.
+            whole: the state after them; None once the work changes it.
+
+        Raises:
+            Stopped: a signal asked for it; `saved_at_stop` saves the state of `step`.
+        """
+        self._step = current = _Step(step, whole)
+        self._stop.deferred = True
+        began = time.monotonic()
+        with self._stop.interruptible(lambda: current.whole() is not None):
+            yield
+        self._step_s = time.monotonic() - began
+
+    @contextmanager
+    def saved_at_stop(self) -> Iterator[None]:
+        """Saves the last whole state where a stop interrupts a step, and says so.
+
+        Out here, because a wait for another rank that is broken off raises an error of its own first.
+        """
+        try:
+            yield
+        except Stopped as stopped:
+            if self._step is None:
+                raise
+            raise Stopped(stopped.signum, self._saved_whole(self._step)) from None
+
+    def _saved_whole(self, at: "_Step") -> str:
+        """Saves the state before a step that was interrupted, if there is anything to save; what becomes of it, in words."""
+        state = at.whole() if at.done and at.done not in self.folder.commits() else None
+        if state is not None:
+            self.save(at.done, state)
+        if at.done in self.folder.commits():
+            return f" after step {at.done}, saved; the same command resumes"
+        return f" in step {at.done + 1}; {resumption(self.folder)}"
+
+    def _on_stop(self) -> str:
+        """What a request to stop is going to do, and how long it may take."""
+        at, asked = self._step, self._stop.requested
+        if at is None or asked is None:
+            does = "finishes what it is at, a save or the outputs"
+        elif at.whole() is None:
+            takes = "" if self._step_s is None else f" (the one before took {self._step_s:.0f} s)"
+            does = f"finishes step {at.done + 1}{takes} and saves it"
+        else:
+            does = f"leaves step {at.done + 1}" + (f" and saves the weights after step {at.done}" if at.done else "")
+        limit = "" if asked == signal.SIGINT else f", within {self._stop.grace_s:.0f} s"
+        return f"stopping: {does}{limit}; a second signal ends it at once, and then {resumption(self.folder)}"
+
     def checkpoint(self, step: int, make_state: Callable[[], Mapping[str, Any]]) -> None:
         """To be called after every optimizer step and its `log`: saves when it is time, and stops, with all ranks, when asked to.
 
@@ -128,6 +202,7 @@ class StageRun:
             Stopped: a signal asked for it; the state of `step` has been saved.
             GuardError: `runtime.guard` found a problem; the state of `step` has been saved.
         """
+        self._step = None
         self._stop.deferred = True
         signum = self._stop.requested
         problem = self._guard.problem if self._guard and self._runtime.guard == "stop" else None
@@ -138,7 +213,8 @@ class StageRun:
             return
         saved = "saved" if self.save(step, make_state()) else "not saved"
         if signum is not None:
-            raise Stopped(signum, f" after step {step}, {saved}; the same command resumes")
+            goes_on = "the same command resumes" if saved == "saved" else resumption(self.folder)
+            raise Stopped(signum, f" after step {step}, {saved}; {goes_on}")
         raise GuardError(f"stopped by runtime.guard after step {step}, {saved}; with guard: warn it goes on. {problem}")
 
     def progress(self, total: int) -> ProgressBar:
@@ -190,12 +266,16 @@ class Follower(StageRun):
             raise PipelineError("params.yaml was edited while the ranks started; give the same command again")
         return saved
 
+    @contextmanager
+    def step(self, step: int, whole: Callable[[], Mapping[str, Any] | None]) -> Iterator[None]:
+        """To the end: rank 0 may need this one for the rest of its step, and is gone where it does not."""
+        self._stop.deferred = True
+        yield
+
     def checkpoint(self, step: int, make_state: Callable[[], Mapping[str, Any]]) -> None:
         """Ends the process where rank 0 was asked to stop."""
-        self._stop.deferred = True
-        code = self._ranks.first(None)
-        if code is not None:
-            raise SystemExit(code)
+        if self._ranks.first(None) is not None:
+            raise SystemExit(0)
 
     def progress(self, total: int) -> ProgressBar:
         """No bar; the end of its block ends the process."""

@@ -5,23 +5,25 @@ process that starts others hands down who it is, and who it belongs to itself, a
 """
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
 VARIABLE = "MINIMIND_ANCESTORS"
 POLL_S = 2.0
-_CLOCK_S = 2.0  # a start time is told again with the boot time's rounding
+_ROUNDING_S = 0.02  # a start is told in hundredths
 
 
 class Ancestor(NamedTuple):
-    """A process by number and start: numbers are given again."""
+    """A process by number and start (of `began`): numbers are given again."""
 
     pid: int
-    started_s: float
+    began: float
 
     @classmethod
     def of(cls, pid: int) -> "Ancestor":
@@ -30,26 +32,44 @@ class Ancestor(NamedTuple):
         Raises:
             psutil.NoSuchProcess: none has.
         """
-        return cls(pid, psutil.Process(pid).create_time())
+        return cls(pid, began(pid))
 
     @property
     def is_alive(self) -> bool:
         """Whether this very process runs; one that ended and that nobody waited for (a zombie) does not."""
         try:
-            process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.started_s) < _CLOCK_S
-            return same and process.status() != psutil.STATUS_ZOMBIE
+            same = abs(began(self.pid) - self.began) < _ROUNDING_S
+            return same and psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
+
+
+def began(pid: int) -> float:
+    """When the process that has this number now began: on Linux in seconds since boot, elsewhere in Unix time.
+
+    psutil tells Unix time on Linux, too: it adds the time of the boot, which moves with every step of the clock, and no process
+    began at another moment for that.
+
+    Raises:
+        psutil.NoSuchProcess: none has.
+    """
+    if not sys.platform.startswith("linux"):
+        return psutil.Process(pid).create_time()
+    try:
+        said = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        raise psutil.NoSuchProcess(pid) from None
+    after_name = said.rpartition(")")[2].split()  # proc(5): a name may hold anything; from field 3 on
+    return int(after_name[22 - 3]) / os.sysconf("SC_CLK_TCK")
 
 
 def inherited() -> list[Ancestor]:
     """The processes that this one was told to belong to; what is not well-formed is no ancestor."""
     found = []
     for entry in os.environ.get(VARIABLE, "").split(","):
-        pid, _, started = entry.partition(":")
+        pid, _, start = entry.partition(":")
         try:
-            found.append(Ancestor(int(pid), float(started)))
+            found.append(Ancestor(int(pid), float(start)))
         except ValueError:
             continue
     return found
@@ -58,7 +78,7 @@ def inherited() -> list[Ancestor]:
 def handed_down() -> dict[str, str]:
     """The environment variable that makes a child belong to this process and to all that this one belongs to."""
     own = Ancestor.of(os.getpid())
-    return {VARIABLE: ",".join(f"{pid}:{started_s}" for pid, started_s in [*inherited(), own])}
+    return {VARIABLE: ",".join(f"{pid}:{start}" for pid, start in [*inherited(), own])}
 
 
 @contextmanager

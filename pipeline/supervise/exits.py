@@ -28,7 +28,7 @@ def explain(error: BaseException, memory_hint: str = "use a smaller batch") -> t
             return (error.code if isinstance(error.code, int) else int(error.code is not None)), [f"exit {error.code}"]
     if (full := _full_disk(error)) is not None:
         place = full.filename or "the disk"
-        advice = "free some (`python -m pipeline gc` helps) and run the same command: it resumes at the last save"
+        advice = "free some (`python -m pipeline gc` helps) and run the same command: what was saved is kept"
         return DiskSpaceError.exit_code, [f"{place}: no space left; {advice}"]
     if _is_out_of_memory(error):
         said = (str(error).splitlines() or ["host memory"])[0]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from pipeline.errors import HeldError, PipelineError
+from pipeline.supervise.forks import undone_in_children
 
 POLL_S = 0.5
 
@@ -16,6 +17,8 @@ POLL_S = 0.5
 @contextmanager
 def hold(path: Path, *, wait: bool) -> Iterator[None]:
     """Holds an exclusive lock on `path` until the block ends; the kernel frees it when the process dies, however it dies.
+
+    A child that is forked meanwhile does not hold it, too.
 
     Args:
         path: the lock's file; its content is the holder's process id.
@@ -25,7 +28,7 @@ def hold(path: Path, *, wait: bool) -> Iterator[None]:
         HeldError: another live process holds the lock.
         PipelineError: a file lies in place of the lock's folder, or a folder in place of the lock, or permission is missing.
     """
-    with _locked(path, wait) as file:
+    with _locked(path, wait) as file, undone_in_children(file.close):
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()

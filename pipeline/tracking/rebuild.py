@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,12 +27,14 @@ class Rebuild:
         host: where `pid` counts.
         pid: of the outermost process.
         started_s: its start, Unix time.
+        began: its start as `Ancestor` has it, which no step of the clock moves; 0 where that was not noted, which no process has.
     """
 
     key: str
     host: str
     pid: int
     started_s: float
+    began: float = 0.0
 
     @classmethod
     def current(cls) -> Self | None:
@@ -40,9 +43,13 @@ class Rebuild:
         if owner is None:
             return None
         host = socket.gethostname()
-        key = os.environ.get(FLOW_RUN) or f"{host}/{owner.pid}/{owner.started_s:.0f}"
+        key = os.environ.get(FLOW_RUN) or f"{host}/{owner.pid}/{owner.began:.2f}"
         experiment = quote(os.environ.get(EXPERIMENT, ""), safe="")  # with an apostrophe MLflow could not look for it
-        return cls("/".join(filter(None, [key, experiment])), host, owner.pid, owner.started_s)
+        try:
+            started_s = psutil.Process(owner.pid).create_time()
+        except psutil.NoSuchProcess:  # it has just ended
+            started_s = time.time()
+        return cls("/".join(filter(None, [key, experiment])), host, owner.pid, started_s, owner.began)
 
     @classmethod
     def of(cls, noted: Mapping[str, Any] | None) -> Self | None:
@@ -56,12 +63,12 @@ class Rebuild:
     @property
     def is_alive(self) -> bool:
         """Whether its process runs; of another host's nothing is known, which counts as no."""
-        return self.host == socket.gethostname() and Ancestor(self.pid, self.started_s).is_alive
+        return self.host == socket.gethostname() and Ancestor(self.pid, self.began).is_alive
 
 
 def _outermost_dvc() -> Ancestor | None:
     found = [process for process in psutil.Process().parents() if _is_dvc(process)]
-    return Ancestor(found[-1].pid, found[-1].create_time()) if found else None
+    return Ancestor.of(found[-1].pid) if found else None
 
 
 def _is_dvc(process: psutil.Process) -> bool:

@@ -22,7 +22,7 @@ from pipeline.tracking.rebuild import Rebuild
 from pipeline.tracking.run_folder import read_json
 from pipeline.tracking.store import store_lock
 
-KEY, HOST, PID, STARTED = "rebuild.key", "rebuild.host", "rebuild.pid", "rebuild.started_s"
+KEY, HOST, PID, STARTED, BEGAN = "rebuild.key", "rebuild.host", "rebuild.pid", "rebuild.started_s", "rebuild.began"
 UNFOLDED = "evaluation"  # the type of run that the table shows, and charts, without a click on its parent
 OPEN, WELL = "RUNNING", "FINISHED"
 MAX_NOTE = 7900  # MLflow keeps 8000 characters of a tag
@@ -74,7 +74,8 @@ def _find(fed: FedRun, rebuild: Rebuild) -> Run | None:
 def _create(fed: FedRun, rebuild: Rebuild) -> Run:
     begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(rebuild.started_s))
     name = " · ".join(filter(None, ["rebuild", begun, (fed.commit or "")[:7]]))
-    tags = {KEY: rebuild.key, HOST: rebuild.host, PID: str(rebuild.pid), STARTED: str(rebuild.started_s)}
+    tags = {KEY: rebuild.key, HOST: rebuild.host, PID: str(rebuild.pid)}
+    tags |= {STARTED: str(rebuild.started_s), BEGAN: str(rebuild.began)}
     tags |= {key: value for key, value in fed.about["tags"].items() if key in ("git.commit", "git.dirty", "dvc.experiment")}
     started_ms = round(rebuild.started_s * 1000)
     return fed.client.create_run(fed.experiment_id, start_time=started_ms, tags=tags, run_name=name)
@@ -85,7 +86,7 @@ def _close_abandoned(fed: FedRun, current: Rebuild) -> None:
     query = f"tags.`{HOST}` = '{current.host}' AND attributes.status = '{OPEN}'"
     for parent in fed.client.search_runs([fed.experiment_id], query):
         tags = parent.data.tags
-        if not Rebuild(tags[KEY], tags[HOST], int(tags[PID]), float(tags[STARTED])).is_alive:
+        if not Rebuild(tags[KEY], tags[HOST], int(tags[PID]), float(tags[STARTED]), float(tags.get(BEGAN, 0.0))).is_alive:
             _close(fed.client, parent, _children(fed.client, fed.experiment_id, parent))
 
 

@@ -76,7 +76,7 @@ def write_save(
 
     path = folder.state(step)
     if broken := [place for place, tensor in _tensors(state, "state") if not _is_finite(tensor)]:
-        print(f"{path}: not saved, {broken[0]} is not finite; the save before it stays", file=sys.stderr, flush=True)
+        print(f"{path}: not saved, {broken[0]} is not finite; saves before it stay", file=sys.stderr, flush=True)
         return False
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -160,6 +160,12 @@ def _is_finite(tensor: "Tensor") -> bool:
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     return all(math.isfinite(float(end)) for end in tensor.aminmax())
+
+
+def resumption(folder: RunFolder) -> str:
+    """What becomes of the work of a run that has ended before its end, in words that are true with and without a save."""
+    saves = folder.commits()
+    return f"the same command goes on after step {saves[0]}" if saves else "the same command begins anew: nothing was saved yet"
 
 
 def newest_save(folder: RunFolder) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
@@ -30,6 +31,7 @@ class Recorder(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...  # writes the step beside each row
     def load(self) -> dict[str, Any] | None: ...
+    def step(self, step: int, whole: Callable[[], Mapping[str, Any] | None]) -> AbstractContextManager[None]: ...
     def checkpoint(self, step: int, make_state: Callable[[], Mapping[str, Any]]) -> None: ...
     def progress(self, total: int) -> Progress: ...
 
@@ -83,6 +85,20 @@ class TrainState:
             "updaters": {name: updater.state_dict() for name, updater in self.updaters.items()},
         }
 
+    def as_it_is(self) -> Callable[[], dict[str, Any] | None]:
+        """What gives the state of this moment later on; None once an update has begun, from which on nobody has it."""
+        known = {"step": self.step, "counters": dict(self.counters), "results": dict(self.results)}
+        begun = self._begun
+
+        def later() -> dict[str, Any] | None:
+            return self.state_dict() | known if self._begun == begun else None
+
+        return later
+
+    @property
+    def _begun(self) -> int:
+        return sum(updater.begun for updater in self.updaters.values())
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
         self.counters, self.results = dict(state["counters"]), dict(state["results"])
@@ -108,7 +124,8 @@ def run_steps(
 ) -> None:
     """Runs `one_step(step)` from where `recorder` left off; saves on schedule and when asked to stop.
 
-    A step is the unit of progress: what a kill interrupts is done again from the last save, with the same draws.
+    A step is the unit of progress: what a kill interrupts is done again from the last save, with the same draws. A stop amid a
+    step leaves it, if weights are still as they were before it.
     `at_start` runs before the first step of a run that has no save yet (measuring the start weights, for example).
 
     Raises:
@@ -122,7 +139,8 @@ def run_steps(
         state.load_state_dict(saved)
     with recorder.progress(total_steps) as bar:
         while state.step < total_steps:
-            metrics = one_step(state.step)
+            with recorder.step(state.step, state.as_it_is()):
+                metrics = one_step(state.step)
             state.step += 1
             recorder.log(state.step, metrics)
             bar.update(state.step, **{name: metrics[key] for name, key in SHOWN.items() if key in metrics})

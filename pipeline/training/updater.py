@@ -28,6 +28,9 @@ class Updater:
     """Applies accumulated gradients once per optimizer step.
 
     Weight decay acts on matrices only (not on norms, biases or the tied embedding), which MiniMind decays too.
+
+    Attributes:
+        begun: updates that this process has begun; as long as it stays, weights and moments are as they were.
     """
 
     def __init__(self, module: nn.Module, settings: Optimizer, *, total_steps: int, lr: float | None = None) -> None:
@@ -37,6 +40,7 @@ class Updater:
         self.skipped_in_a_row = 0
         self.skipped = 0
         self.applied = 0
+        self.begun = 0
         self.named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         if not self.named:
             raise ValueError("the module has no trainable parameter")
@@ -70,6 +74,7 @@ class Updater:
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.max_grad_norm)
         grad_norm = float(norm)
         finite = bool(torch.isfinite(norm))
+        self.begun += 1  # before any weight moves: a stop may interrupt everything up to here
         if finite:
             for group in self.adamw.param_groups:
                 group["lr"] = lr

@@ -79,7 +79,7 @@ def run_folder(root: Path, stage: str = "pretrain") -> RunFolder:
 
 def recorded(root: Path) -> list[int | None]:
     """The exit codes that the run and the stage have left."""
-    return [read_json(path).get("code") for path in (run_folder(root).exit, root / ".runs/pretrain/exit.json")]
+    return [read_json(path).get("code") for path in ends(root)]
 
 
 def pause(root: Path, moment: str, call: int) -> Trainer:
@@ -136,10 +136,10 @@ def test_a_signal_at_any_moment_saves_and_the_run_goes_on(
         ("pipeline.tracking.saves:_ChecksumWriter.write", 900),
         ("pipeline.tracking.saves:write_json", 2),
         ("pipeline.training.supervised:validate", 2),
-        (UPDATE, 3),
+        ("torch.optim.adamw:AdamW.step", 3),
     ],
 )
-def test_a_signal_within_a_save_or_an_evaluation_waits_for_its_end(
+def test_a_signal_within_a_save_an_update_or_an_evaluation_waits_for_its_end(
     project: Project, twin: Result, moment: tuple[str, int]
 ) -> None:
     trainer = pause(project.root, *moment)
@@ -152,7 +152,51 @@ def test_a_signal_within_a_save_or_an_evaluation_waits_for_its_end(
     assert f"(resumes at step {step})" in finish(project.root, twin)
 
 
-@pytest.mark.parametrize("moment", [(UPDATE, 4), ("pipeline.tracking.saves:_ChecksumWriter.write", 900)])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_step_that_has_changed_nothing_is_left_and_the_one_before_is_saved(
+    project: Project, twin: Result, signum: signal.Signals
+) -> None:
+    """However long it would take, and although no save was due since the start."""
+    project.set_params({"runtime": {"save_every_s": 1e6}})
+    trainer = pause(project.root, UPDATE, 4)
+    assert run_folder(project.root).commits() == []
+    trainer.signal(signum)
+    assert trainer.wait(10) == 128 + signum
+    assert (project.root / "paused").exists() and run_folder(project.root).commits() == [3]
+    limit = "" if signum == signal.SIGINT else ", within 25 s"
+    then = "a second signal ends it at once, and then the same command begins anew: nothing was saved yet"
+    reason = f"stopped by {signum.name} after step 3, saved; the same command resumes"
+    assert trainer.said().splitlines()[-2:] == [
+        f"pretrain: stopping: leaves step 4 and saves the weights after step 3{limit}; {then}",
+        f"pretrain: {reason}",
+    ]
+    assert [read_json(path)["reason"] for path in ends(project.root)] == [reason] * 2
+    (project.root / "paused").unlink()
+    assert "(resumes at step 3)" in finish(project.root, twin)
+
+
+def test_what_is_said_of_a_stop_before_any_save_is_true(project: Project, twin: Result) -> None:
+    project.set_params({"runtime": {"save_every_s": 1e6}})
+    trainer = pause(project.root, UPDATE, 1)
+    trainer.signal(signal.SIGINT)
+    anew = "the same command begins anew: nothing was saved yet"
+    assert trainer.wait(10) == 130 and trainer.said().splitlines()[-1] == f"pretrain: stopped by SIGINT in step 1; {anew}"
+    (project.root / "paused").unlink()
+    trainer = pause(project.root, "torch.optim.adamw:AdamW.step", 2)
+    for _ in range(2):
+        trainer.signal(signal.SIGTERM)
+        time.sleep(0.3)
+    assert trainer.wait(10) == 143
+    assert [read_json(path)["reason"] for path in ends(project.root)] == [f"stopped at once by SIGTERM; {anew}"] * 2
+    (project.root / "paused").unlink()
+    assert "(resumes at step 0)" in finish(project.root, twin)
+
+
+def ends(root: Path) -> list[Path]:
+    return [run_folder(root).exit, root / ".runs/pretrain/exit.json"]
+
+
+@pytest.mark.parametrize("moment", [("torch.optim.adamw:AdamW.step", 4), ("pipeline.tracking.saves:_ChecksumWriter.write", 900)])
 def test_a_second_signal_ends_at_once_and_the_last_save_stands(project: Project, twin: Result, moment: tuple[str, int]) -> None:
     trainer = pause(project.root, *moment)
     step = run_folder(project.root).commits()[0]
