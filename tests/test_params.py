@@ -1,18 +1,32 @@
 """A mistake in params.yaml is one line that names its place, in a moment, before any heavy import."""
 
 import copy
+import math
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
 from ruamel.yaml import YAML
 
+from pipeline.data.draws import permutation
 from pipeline.errors import ParamsError
-from pipeline.params import load_params, parse_params
+from pipeline.evaluation.statistics import mean, proportion
+from pipeline.maths.preference import dpo_loss
+from pipeline.model.config import ModelConfig
+from pipeline.model.rope import rope_frequencies
+from pipeline.params import Params, load_params, parse_params
+from pipeline.params.schema import ModelParams, Optimizer
+from pipeline.training.policy_setup import rows_in_memory
+from pipeline.training.updater import Updater
 from pipeline.yaml_files import read_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,7 +76,7 @@ def fault(tree: Any) -> str:
         ("model.head_dim", 33, "model.head_dim=33: "),
         ("model.num_key_value_heads", 3, "model.num_key_value_heads=3: must divide num_attention_heads=4"),
         ("model.num_experts_per_tok", 5, "model.num_experts_per_tok=5: must be <= num_experts=4"),
-        ("ppo.mini_batch_size", 10**6, "ppo.mini_batch_size=1000000: must be <= batch_size="),
+        ("ppo.mini_batch_size", 60000, "ppo.mini_batch_size=60000: must be <= batch_size="),
         ("rewards.length.min_chars", 801, "rewards.length.min_chars=801: must be <= max_chars=800"),
         ("agent.max_total_len", 10, "agent.max_total_len=10: must hold max_prompt_len + max_new_tokens = "),
         ("full_sft.max_seq_len", 10**6, "full_sft.max_seq_len=1000000: must be <= model.max_position_embeddings="),
@@ -104,7 +118,7 @@ def test_every_impossible_combination_is_reported_at_once() -> None:
     lengths = [f"{name}.max_seq_len" for name in ("pretrain", "full_sft", "lora", "dpo")]
     sums = [f"{name}.max_prompt_len + {name}.max_new_tokens" for name in ("ppo", "grpo")]
     assert said == [*lengths, *sums, "agent.max_total_len", "eval.max_new_tokens"]
-    tree = changed("ppo.mini_batch_size", 10**6, changed("ppo.critic_warmup_steps", 99))
+    tree = changed("ppo.mini_batch_size", 60000, changed("ppo.critic_warmup_steps", 99))
     with pytest.raises(ParamsError) as caught:
         parse_params(changed("model.num_key_value_heads", 3, tree))
     assert [line.split("=")[0].removeprefix("params.yaml: ") for line in caught.value.lines] == [
@@ -334,3 +348,97 @@ def test_stage_refuses_before_heavy_imports(tmp_path: Path) -> None:
         assert said[-1].endswith("params.yaml: grpo.group_sise: unknown key; did you mean `group_size`?")
         assert len(said) == 1
         assert seconds < 3
+
+
+def numbers(model: type[BaseModel] = Params, prefix: str = "") -> Iterator[tuple[str, type, bool]]:
+    """Key, int or float, and whether it is a seed, of every number in the schema."""
+    for name, field in model.model_fields.items():
+        kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        kinds += [inner for kind in kinds for inner in getattr(kind, "__args__", ())]
+        nested = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        if nested:
+            yield from numbers(nested[0], f"{prefix}{name}.")
+        elif int in kinds or float in kinds:
+            yield f"{prefix}{name}", int if int in kinds else float, name == "seed"
+
+
+NUMBERS = list(numbers())
+YARN = {"factor": 4.0, "original_max_position_embeddings": 512, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0}
+SCALED = changed("model.rope_scaling", YARN, changed("model.max_position_embeddings", 4096))
+
+
+def as_given(key: str, value: Any) -> Any:
+    return [0.9, value] if key.endswith(".betas") else value
+
+
+@pytest.mark.parametrize(("key", "kind", "is_seed"), NUMBERS)
+def test_every_number_has_an_upper_bound(key: str, kind: type, is_seed: bool) -> None:
+    values = [2**53 + 1, 2**63, 10**400] if is_seed else [2**53, 2**63, 10**400] if kind is int else [1e308, 1e30]
+    for value in values:
+        with pytest.raises(ParamsError) as caught:
+            parse_params(changed(key, as_given(key, value), SCALED))
+        assert any(line.startswith(f"params.yaml: {key}") for line in caught.value.lines), caught.value.lines
+
+
+EDGES = [0, 1, 2, 3, 7, 8, 64, 1000, 2**16, 2**20, 10**9, 2**31, 2**53, 2**63]
+FLOAT_EDGES = [5e-324, 1e-300, 1e-12, 1e-6, 0.1, 0.49, 0.5, 0.99, 1 - 1e-16, 1.0, 1 + 3e-16, 2.0, 1e6, 1e10, 1e308]
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.data())
+def test_what_check_accepts_the_stages_can_compute_with(data: st.DataObject) -> None:
+    tree, sections = SCALED, set()
+    for key, kind, _ in data.draw(st.lists(st.sampled_from(NUMBERS), min_size=1, max_size=3)):
+        sections.add(key.split(".")[0])
+        edges = st.sampled_from(EDGES) if kind is int else st.sampled_from(FLOAT_EDGES)
+        value = data.draw(edges | (st.integers(0, 10**10) if kind is int else st.floats(0, 1e12)))
+        tree = changed(key, as_given(key, value), tree)
+    try:
+        params = parse_params(tree)
+    except ParamsError as error:
+        assert all(line.startswith("params.yaml: ") for line in error.lines)
+        return
+    for name in sections:
+        if isinstance(section := getattr(params, name), Optimizer):
+            check_optimizer(section)
+    for section in (params.ppo, params.grpo, params.agent):
+        longest = getattr(section, "max_total_len", section.max_prompt_len + section.max_new_tokens)
+        assert rows_in_memory(ModelConfig.from_params(params.model, 1024), section, torch.float32, longest) >= 1
+        assert torch.softmax(torch.tensor([3.0, -30.0]) / section.temperature, 0).isfinite().all()
+    check_losses(params)
+    check_rotations(params.model)
+    low = mean([0.0, 0.5, 1.0], params.eval.confidence)
+    assert math.isfinite(low.value) and low.low <= low.value <= low.high
+    assert proportion([True, False], params.eval.confidence).high <= 1
+
+
+def check_optimizer(section: Optimizer) -> None:
+    """Every epoch has a plan, every step a rate, and a step leaves finite weights."""
+    per_epoch = -(-10_000 // section.batch_size)
+    assert sorted(permutation(section.seed, section.epochs, "rows", 5)) == [0, 1, 2, 3, 4]
+    total = max(1, section.epochs * per_epoch)
+    module = torch.nn.Linear(2, 2, bias=False)
+    module.weight.data.fill_(0.02)
+    updater = Updater(module, section, total_steps=total)
+    assert all(0 <= updater.lr_at(step) <= section.lr for step in (0, section.warmup_steps, total - 1, total))
+    for step in range(2):
+        module.weight.grad = torch.full((2, 2), 0.3)
+        assert updater.update(step, context="").applied
+    assert module.weight.isfinite().all()
+
+
+def check_losses(params: Params) -> None:
+    loss, _ = dpo_loss(
+        torch.tensor([-1.0, -30.0, -2.0, -3.0]),
+        torch.tensor([-1.5, -2.0, -2.0, -3.5]),
+        beta=params.dpo.beta,
+        loss=params.dpo.loss,
+        label_smoothing=params.dpo.label_smoothing,
+        num_pairs=2,
+    )
+    assert loss.isfinite()
+
+
+def check_rotations(model: ModelParams) -> None:
+    frequencies = rope_frequencies(ModelConfig.from_params(model, 1024))
+    assert (frequencies * (model.max_position_embeddings - 1)).isfinite().all()

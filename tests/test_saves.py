@@ -291,7 +291,7 @@ def test_a_state_that_is_not_finite_leaves_the_saves_alone(
     state = {"step": 5, "modules": {"policy": [torch.zeros(0), torch.tensor(3), weights]}}
     assert not write_save(folder, 5, state, {}, keep=1)
     said = capsys.readouterr().err
-    assert said == f"{folder.state(5)}: not saved, state['modules']['policy'][2] is not finite; the save before it stays\n"
+    assert said == f"{folder.state(5)}: not saved, state['modules']['policy'][2] is not finite; saves before it stay\n"
     assert folder.commits() == [4, 3] and not list(folder.path.glob("*5*"))
 
 

@@ -60,7 +60,7 @@ def state(root: Path, lr: float = 1e-4, *, verdict: Verdict = Verdict.RUNS, read
     ],
 )
 def test_a_failure_counts_for_what_the_stage_would_do_now(tmp_path: Path, code: int | None, expected: str, words: str) -> None:
-    reason = f"grpo: exit {code}" if code else "was killed; the same command goes on from its last save"
+    reason = f"grpo: exit {code}" if code else "was killed; the same command begins anew: nothing was saved yet"
     fail(tmp_path, 1, code)
     assert state(tmp_path) == (expected, reason)
     older = ("out of date", f"grpo.lr 1 → 2; {words} with older settings")

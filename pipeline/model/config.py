@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+from pipeline.params import sizes
 from pipeline.params.schema import ModelParams, RopeScaling
 
 
@@ -56,10 +57,4 @@ class ModelConfig:
 
 def num_parameters(config: ModelConfig) -> int:
     """Number of trainable parameters; the tied embedding and head count once."""
-    width, head_dim = config.hidden_size, config.head_dim
-    attention = 2 * width * head_dim * (config.num_attention_heads + config.num_key_value_heads) + 2 * head_dim
-    if config.use_moe:
-        mlp = config.num_experts * (3 * width * config.moe_intermediate_size + width)
-    else:
-        mlp = 3 * width * config.intermediate_size
-    return config.vocab_size * width + config.num_hidden_layers * (attention + mlp + 2 * width) + width
+    return sizes.num_parameters(config, config.vocab_size)

@@ -9,17 +9,27 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from pipeline.params.misfits import misfits
+from pipeline.params.ranges import (
+    Count,
+    Epochs,
+    Few,
+    Frac,
+    OpenFrac,
+    Positive,
+    PositiveFloat,
+    Rate,
+    Rotations,
+    Rows,
+    Seconds,
+    Seed,
+    Temperature,
+    Weight,
+    Width,
+    Window,
+)
 from pipeline.yarn import band_faults
 
-MAX_INT = 2**53  # beyond it JSON readers round, and no size, count or seed needs it
-Positive = Annotated[int, Field(ge=1, le=MAX_INT)]
-Count = Annotated[int, Field(ge=0, le=MAX_INT)]
-Frac = Annotated[float, Field(ge=0, le=1)]
-OpenFrac = Annotated[float, Field(gt=0, lt=1)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-Weight = Annotated[float, Field(ge=0)]
-Rotations = Annotated[float, Field(ge=1e-6, le=1e6)]  # over a window
-Temperature = Annotated[float, Field(ge=0.01)]  # logits are divided by it: far below, they overflow
 SetName = Literal["pretrain", "full_sft", "lora", "dpo", "rlaif", "agent"]
 
 
@@ -57,12 +67,12 @@ class Data(Section):
     held_out_frac: OpenFrac
     held_out_max_rows: Positive
     max_dropped_frac: Frac
-    seed: Count
+    seed: Seed
 
 
 class TokenizerParams(Section):
     init_from: str | None
-    vocab_size: Annotated[int, Field(ge=292)]  # 36 added tokens + 256 bytes
+    vocab_size: Annotated[int, Field(ge=292, le=2**20)]  # 36 added tokens + 256 bytes
     split_digits: bool
     max_rows_per_set: Positive
 
@@ -70,29 +80,29 @@ class TokenizerParams(Section):
 class RopeScaling(Section):
     """YaRN (arXiv:2309.00071); null in `model.rope_scaling` means plain RoPE."""
 
-    factor: Annotated[float, Field(gt=1)]
-    original_max_position_embeddings: Positive
+    factor: Annotated[float, Field(gt=1, le=1e4)]
+    original_max_position_embeddings: Window
     beta_fast: Rotations
     beta_slow: Rotations
     attention_factor: PositiveFloat
 
 
 class ModelParams(Section):
-    hidden_size: Positive
-    num_hidden_layers: Positive
-    num_attention_heads: Positive
-    num_key_value_heads: Positive
-    head_dim: Annotated[int, Field(ge=2, multiple_of=2)]
-    intermediate_size: Positive
-    max_position_embeddings: Positive
-    rope_theta: Annotated[float, Field(gt=1, allow_inf_nan=False)]  # at 1 all pairs of dimensions turn alike
+    hidden_size: Width
+    num_hidden_layers: Few
+    num_attention_heads: Few
+    num_key_value_heads: Few
+    head_dim: Annotated[int, Field(ge=2, le=1024, multiple_of=2)]
+    intermediate_size: Width
+    max_position_embeddings: Window
+    rope_theta: Annotated[float, Field(gt=1, le=1e12, allow_inf_nan=False)]  # at 1 all pairs of dimensions turn alike
     rope_scaling: RopeScaling | None
-    rms_norm_eps: PositiveFloat
-    dropout: Annotated[float, Field(ge=0, lt=1)]
+    rms_norm_eps: Annotated[float, Field(ge=1e-12, le=1)]
+    dropout: Annotated[float, Field(ge=0, le=0.99)]
     use_moe: bool
-    num_experts: Positive
-    num_experts_per_tok: Positive
-    moe_intermediate_size: Positive
+    num_experts: Few
+    num_experts_per_tok: Few
+    moe_intermediate_size: Width
     norm_topk_prob: bool
     router_aux_loss_coef: Weight
 
@@ -115,10 +125,10 @@ class ModelParams(Section):
 class Optimizer(Section):
     """AdamW with linear warm-up and a cosine to `min_lr_frac` of the peak; one optimizer step per accumulation window."""
 
-    seed: Count
-    epochs: Positive
-    batch_size: Positive
-    lr: PositiveFloat
+    seed: Seed
+    epochs: Epochs
+    batch_size: Rows
+    lr: Rate
     warmup_steps: Count
     min_lr_frac: Frac
     betas: Annotated[tuple[OpenFrac, OpenFrac], Field(strict=False)]
@@ -128,20 +138,20 @@ class Optimizer(Section):
 
 
 class Supervised(Optimizer):
-    accumulation_steps: Positive
+    accumulation_steps: Rows
     val_every: Positive
 
 
 class Encoded(Supervised):
     """A supervised stage with a set of its own, whose rows `encode` cuts or refuses by their length in tokens."""
 
-    max_seq_len: Annotated[int, Field(ge=8)]
+    max_seq_len: Annotated[int, Field(ge=8, le=2**20)]
 
 
 class FromElsewhere(Encoded):
     """A stage that may start from weights trained elsewhere; with 0 epochs it takes over what it starts from."""
 
-    epochs: Count
+    epochs: Annotated[int, Field(ge=0, le=10**6)]
     init_from: str | None
 
 
@@ -163,7 +173,7 @@ class FullSft(FromElsewhere, Chat):
 
 
 class Lora(Chat):
-    rank: Positive
+    rank: Annotated[int, Field(ge=1, le=2**12)]
     alpha: PositiveFloat
     targets: Annotated[
         tuple[Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], ...],
@@ -174,7 +184,7 @@ class Lora(Chat):
 class Dpo(Encoded):
     beta: PositiveFloat
     loss: Literal["sigmoid", "ipo", "hinge"]
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)]
+    label_smoothing: Annotated[float, Field(ge=0, le=0.49)]
     reference: Literal["cached", "live"]
     drop_empty_think_frac: Frac
 
@@ -193,23 +203,23 @@ class Sampling(Optimizer):
     """What the stages that sample share. Temperature applies to old, new and reference logprobs alike."""
 
     max_steps: Positive | None  # ends the run early; null runs all epochs
-    max_prompt_len: Annotated[int, Field(ge=8)]
-    max_new_tokens: Positive
+    max_prompt_len: Annotated[int, Field(ge=8, le=2**20)]
+    max_new_tokens: Window
     temperature: Temperature
     thinking_ratio: Frac
-    max_rows: Positive  # completions that are decoded together
-    cache_gib: PositiveFloat  # memory for their keys and values, which bounds their number as well
-    micro_batch_size: Positive
+    max_rows: Rows  # completions that are decoded together
+    cache_gib: Annotated[float, Field(gt=0, le=2**20)]  # memory for their keys and values, which bounds their number as well
+    micro_batch_size: Rows
     kl_coef: Weight
     system_prompt_frac: Frac
     sample_every: Positive
 
 
 class Ppo(Sampling):
-    critic_lr: PositiveFloat
-    mini_batch_size: Positive
-    updates_per_rollout: Positive
-    clip_eps: Annotated[float, Field(gt=0, lt=1)]
+    critic_lr: Rate
+    mini_batch_size: Rows
+    updates_per_rollout: Few
+    clip_eps: OpenFrac
     value_clip_eps: PositiveFloat
     kl_estimator: Literal["k1", "k2", "k3"]
     kl_in_reward: bool  # subtract kl_coef * k1 from each token's reward instead of adding KL to the loss
@@ -231,7 +241,7 @@ class Ppo(Sampling):
 class DynamicSampling(Section):
     """DAPO's dynamic sampling (arXiv:2503.14476, section 3.2): groups without signal give their places to other prompts."""
 
-    max_rounds: Count  # of further sampling per step; 0 switches it off
+    max_rounds: Annotated[int, Field(ge=0, le=1024)]  # of further sampling per step; 0 switches it off
 
 
 class Overlong(Section):
@@ -245,19 +255,19 @@ class Overlong(Section):
 class Group(Sampling):
     """Group-relative policy optimisation; docs/algorithms.md has the losses side by side."""
 
-    group_size: Annotated[int, Field(ge=2)]
+    group_size: Annotated[int, Field(ge=2, le=2**12)]
     loss: Literal["cispo", "grpo", "dapo", "gspo", "dr_grpo"]
     reduction: Literal["sequence", "token", "constant"] | None  # null: as the paper of the loss
     advantage_std: bool | None  # divide advantages by the group's std; null: as the paper of the loss
     clip_eps_low: PositiveFloat
     clip_eps_high: PositiveFloat
-    ratio_cap: Annotated[float, Field(gt=1)]
+    ratio_cap: Annotated[float, Field(gt=1, le=1e6)]
     kl_estimator: Literal["k1", "k2", "k3"]
     entropy_coef: Weight
     old_logprobs: Literal["sampled", "recomputed"]
     dynamic_sampling: DynamicSampling
     overlong: Overlong
-    updates_per_rollout: Positive
+    updates_per_rollout: Few
 
     def _faults(self) -> Iterator[str]:
         if self.clip_eps_low >= 1:
@@ -271,8 +281,8 @@ class Grpo(Group):
 
 
 class Agent(Group):
-    max_turns: Positive
-    max_total_len: Positive
+    max_turns: Few
+    max_total_len: Window
 
     def _faults(self) -> Iterator[str]:
         yield from super()._faults()
@@ -332,13 +342,13 @@ GatedMetric = Literal[
 
 
 class Eval(Section):
-    seed: Count
+    seed: Seed
     panel_rows: Positive
     temperature: Temperature
     thinking_ratio: Frac
-    max_new_tokens: Positive
-    max_turns: Positive
-    batch_size: Positive
+    max_new_tokens: Window
+    max_turns: Few
+    batch_size: Rows
     confidence: OpenFrac
     gate: list[GatedMetric] | None  # in which no model may be worse than its parent
 
@@ -348,10 +358,10 @@ class Runtime(Section):
 
     device: Literal["auto", "cpu", "cuda"]
     dtype: Literal["auto", "float32", "bfloat16"]
-    threads: Count
-    ranks: Positive  # data-parallel processes of a stage that trains
-    gpus: Literal["auto"] | Positive  # that flow runs of this machine may use at once
-    save_every_s: PositiveFloat
+    threads: Annotated[int, Field(ge=0, le=1024)]
+    ranks: Few  # data-parallel processes of a stage that trains
+    gpus: Literal["auto"] | Few  # that flow runs of this machine may use at once
+    save_every_s: Seconds
     keep_saves: Positive  # the newest, of an unfinished run
     keep_every_steps: Positive | None  # saves at multiples of it stay, also when the run has finished
     keep_rollouts: bool  # every trajectory that ppo, grpo and agent sample, for `python -m pipeline replay-step`
@@ -381,18 +391,4 @@ class Params(Section):
     runtime: Runtime
 
     def _faults(self) -> Iterator[str]:
-        window = self.model.max_position_embeddings
-        allowed = f"must be <= model.max_position_embeddings={window}"
-        for name in ("pretrain", "full_sft", "lora", "dpo"):
-            length = getattr(self, name).max_seq_len
-            if length > window:
-                yield f"{name}.max_seq_len={length}: {allowed}"
-        for name in ("ppo", "grpo"):
-            section = getattr(self, name)
-            length = section.max_prompt_len + section.max_new_tokens
-            if length > window:
-                yield f"{name}.max_prompt_len + {name}.max_new_tokens = {length}: {allowed}"
-        if self.agent.max_total_len > window:
-            yield f"agent.max_total_len={self.agent.max_total_len}: {allowed}"
-        if self.eval.max_new_tokens >= window:  # prompts need room, too
-            yield f"eval.max_new_tokens={self.eval.max_new_tokens}: must be < model.max_position_embeddings={window}"
+        yield from misfits(self)

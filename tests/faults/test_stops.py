@@ -244,7 +244,7 @@ def test_memory_that_runs_out_is_told_with_what_to_lower(project: Project, twin:
 
 
 def test_a_run_that_diverges_keeps_its_last_finite_save(project: Project) -> None:
-    project.set_params({"pretrain": {"lr": 1e37, "warmup_steps": 4, "epochs": 20}})
+    project.set_params({"pretrain": {"lr": 1e10, "warmup_steps": 4, "epochs": 20}})
     trainer = start(project.root, "pretrain")
     assert trainer.wait() == 4, trainer.said()
     assert recorded(project.root) == [4, 4]
