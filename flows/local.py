@@ -68,6 +68,11 @@ def main() -> int:
     except PipelineError as error:
         print("\n".join(error.lines), file=sys.stderr)
         return error.exit_code
+    except subprocess.CalledProcessError as error:
+        print(
+            f"`{' '.join(error.cmd[1:5])}` failed with exit code {error.returncode}; what it said stands above", file=sys.stderr
+        )
+        return 1
     except KeyboardInterrupt:
         return 130
 

@@ -697,9 +697,12 @@ def test_a_clones_runs_in_the_same_store_are_its_own(fed: Path, tmp_path: Path, 
     assert discarded(tmp_path, own_store(fed)) == []
 
 
-def test_a_store_of_another_version_is_one_line_with_the_remedy(fed: Path, tmp_path: Path) -> None:
+def test_a_store_of_another_version_is_one_line_with_the_remedy(
+    fed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from mlflow.exceptions import MlflowException
 
+    from pipeline.tracking import ui
     from pipeline.tracking.store import open_store
 
     newer, older = "a newer MLflow; use that version", "an older MLflow; .*mlflow db upgrade"
@@ -711,3 +714,6 @@ def test_a_store_of_another_version_is_one_line_with_the_remedy(fed: Path, tmp_p
             copy.commit()
         with pytest.raises(MlflowException, match=f"^made by {remedy}"):
             open_store(f"sqlite:///{file}", tmp_path)
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{file}")
+        with pytest.raises(SystemExit, match=f"^sqlite:.*: made by {remedy}"):
+            ui.main([])

@@ -1,6 +1,7 @@
 """`python -m pipeline.tracking.ui [options of mlflow ui]`: opens the store of this repository in the browser interface."""
 
 import os
+import sqlite3
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +18,12 @@ def main(options: list[str]) -> None:
     if is_server(uri):
         print(f"tracking server: {masked(uri)}")
         return
-    _, experiment_id = open_store(uri, root)
+    from mlflow.exceptions import MlflowException
+
+    try:
+        _, experiment_id = open_store(uri, root)
+    except (MlflowException, sqlite3.Error) as error:
+        sys.exit(masked(f"{uri}: {str(error).partition(chr(10))[0]}"))
     print(f"the runs: http://127.0.0.1:{_port(options)}/{page(experiment_id)}", flush=True)
     os.environ["MLFLOW_BACKEND_STORE_URI"] = uri  # other users may read a command line
     os.execv(sys.executable, [sys.executable, "-m", "mlflow", "ui", "--default-artifact-root", artifact_root(root), *options])
