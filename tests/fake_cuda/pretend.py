@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -66,13 +67,15 @@ class Pretending(TorchDispatchMode):
 
 
 class Uploading(TorchFunctionMode):
-    """`torch.tensor(list, device="cuda")` as making and moving, because the function itself asks CUDA for memory."""
+    """`torch.tensor(list, device="cuda")` and lists as indices in two steps, because PyTorch asks CUDA for memory there."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.tensor and kwargs.get("device") is not None:
             device = kwargs.pop("device")
             return func(*args, **kwargs).to(device)
+        if func in (Tensor.__getitem__, Tensor.__setitem__) and isinstance(args[1], list):
+            args = (args[0], torch.tensor(args[1]), *args[2:])
         return func(*args, **kwargs)
 
 
@@ -92,6 +95,9 @@ def compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     device = kwargs.get("device")
     result = func(*tree_map(_held, args), **{key: _held(value) for key, value in kwargs.items() if key != "pin_memory"})
     if func._schema.is_mutable and func._schema.arguments[0].alias_info is not None and isinstance(args[0], Tensor):
+        if there and torch.Tag.inplace_view in func.tags:  # as squeeze_: what is held has its new shape, who holds it not
+            with no_dispatch():
+                func(*args, **kwargs)
         return args[0]
     if there if device is None else torch.device(device).type == "cuda":
         return tree_map(_wrapped, result)
