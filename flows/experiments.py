@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from flows.faults import FlowFault
-from flows.rebuild import Workspace, bring_up_all
+from flows.rebuild import Workspace, bring_up_all, shown_name
 from flows.report import publish
 from pipeline.lineage.experiment import open_experiment
 from pipeline.lineage.records import TrackedRun, final_metrics, tracked_run
@@ -45,7 +45,7 @@ def run_experiment(original: Workspace, stage: str, overrides: Sequence[str]) ->
     root, stop = original.root, original.stop
     with open_experiment(root, stage, overrides, stop) as experiment:
         copy = experiment.workspace
-        workspace = replace(original, root=copy, environment=experiment.environment)
+        workspace = replace(original, root=copy, environment=experiment.environment, label=f" · {shown_name(str(experiment))}")
         done = bring_up_all(workspace, experiment.targets)
         failed = "; ".join(done.faults)
         if failed:

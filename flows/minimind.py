@@ -6,25 +6,36 @@ prefect deployment run minimind/grpo -p overrides='["grpo.lr=1e-4"]'
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 from prefect import flow, get_run_logger
+from prefect.runtime import flow_run
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from flows.automations import FLOW, Restarts
 from flows.experiments import run_experiment
 from flows.faults import FlowFault, log_faults_as_lines
-from flows.rebuild import TimeLimit, Workspace, bring_up_all
+from flows.rebuild import TimeLimit, Workspace, bring_up_all, shown_name
 from flows.report import publish
 from pipeline.supervise.ancestry import Ancestor, watched
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@flow(name=FLOW, task_runner=cast(TaskRunner[Any], ThreadPoolTaskRunner()), persist_result=False)
+def run_name(parameters: Mapping[str, Any]) -> str:
+    """What Prefect calls a flow run: its stage and its overrides."""
+    return shown_name(parameters["stage"], " ".join(parameters.get("overrides") or ()))
+
+
+@flow(
+    name=FLOW,
+    flow_run_name=lambda: run_name(flow_run.parameters),
+    task_runner=cast(TaskRunner[Any], ThreadPoolTaskRunner()),
+    persist_result=False,
+)
 def minimind(
     stage: str = "all", overrides: list[str] | None = None, timeout_s: TimeLimit | None = None, restarts: Restarts = 0
 ) -> None:

@@ -29,6 +29,7 @@ FINAL_CODES = {2, 3, 4, 7, 8, TIMED_OUT}
 """Configuration, data, numerics, a full disk, and a time limit: another attempt would end the same way. Memory (5) is not among
 them, because it is often a neighbour's fault and a retry goes on from the last save."""
 LOG_EVERY_S = 2.0
+NAME_CHARS = 120
 TimeLimit = Annotated[float, Field(gt=0, description="Seconds that an attempt at a stage may last before it saves and fails.")]
 """A parameter of every flow: Prefect refuses a run whose limit no attempt could keep."""
 
@@ -42,6 +43,7 @@ class Workspace:
         cores: what all stages at work share.
         environment: variables of the stages on top of this process's own.
         timeout_s: what an attempt at a stage may last; None for any time.
+        label: what stands behind a stage's name in Prefect: the overrides of an isolated copy.
         stop: when set, stages save and end, and none starts.
     """
 
@@ -49,6 +51,7 @@ class Workspace:
     cores: int
     environment: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float | None = None
+    label: str = ""
     stop: threading.Event = field(default_factory=threading.Event)
 
 
@@ -76,6 +79,12 @@ class Ran:
     error: str = ""
 
 
+def shown_name(*parts: str) -> str:
+    """Of a run in Prefect: what there is of the parts, such as a stage and its overrides."""
+    name = " · ".join(filter(None, parts))
+    return name if len(name) <= NAME_CHARS else f"{name[: NAME_CHARS - 1]}…"
+
+
 @dataclass(frozen=True, slots=True)
 class BroughtUp:
     """What came of bringing targets up to date.
@@ -98,7 +107,7 @@ class BroughtUp:
 
 @task(
     name="stage",
-    task_run_name="{planned.stage}",
+    task_run_name="{planned.stage}{workspace.label}",
     retries=3,
     retry_delay_seconds=exponential_backoff(backoff_factor=10),
     retry_jitter_factor=0.5,

@@ -17,13 +17,14 @@ from typing import Any, cast
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.futures import PrefectFuture
+from prefect.runtime import flow_run
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 
 from flows.automations import FLOW, Restarts
 from flows.experiments import Finished, run_experiment
 from flows.faults import FlowFault, log_faults_as_lines
 from flows.minimind import terminated_with_worker
-from flows.rebuild import TimeLimit, Workspace
+from flows.rebuild import TimeLimit, Workspace, shown_name
 from flows.report import artifact_key, cell, leave, link, number, ui_hint
 from pipeline.errors import ParamsError
 from pipeline.lineage.experiment import Experiment, describe_all
@@ -53,7 +54,17 @@ def run_member(name: str, stage: str, overrides: Sequence[str], workspace: Works
     return run_experiment(workspace, stage, overrides)
 
 
-@flow(name=FLOW, task_runner=cast(TaskRunner[Any], ThreadPoolTaskRunner()), persist_result=False)
+def run_name(parameters: Mapping[str, Any]) -> str:
+    """What Prefect calls a flow run: its stage and the keys that it tries."""
+    return shown_name("sweep", parameters["stage"], " × ".join(parameters["grid"]))
+
+
+@flow(
+    name=FLOW,
+    flow_run_name=lambda: run_name(flow_run.parameters),
+    task_runner=cast(TaskRunner[Any], ThreadPoolTaskRunner()),
+    persist_result=False,
+)
 def sweep(
     stage: str,
     grid: dict[str, list[Any]],
@@ -145,7 +156,10 @@ def _run_all(members: Sequence[Member], stage: str, concurrency: int, workspace:
         while waiting and len(running) < concurrency:
             member = waiting.pop(0)
             name = member.experiment.name
-            running[name] = member, run_member.submit(name, stage, member.overrides, workspace)
+            running[name] = (
+                member,
+                run_member.submit(str(member.experiment), stage, member.overrides, workspace),
+            )
         for name, (member, future) in list(running.items()):
             future.wait(timeout=POLL_S)
             state = future.state  # once: it may change while it is looked at

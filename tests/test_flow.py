@@ -12,6 +12,7 @@ import pytest
 from dotenv import dotenv_values
 from prefect import get_client
 from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.sorting import FlowRunSort, TaskRunSort
 from prefect.exceptions import ParameterTypeError, PrefectHTTPStatusError
 from prefect.settings import PREFECT_SERVER_API_AUTH_STRING, PREFECT_SERVER_CORS_ALLOWED_ORIGINS, temporary_settings
 from prefect.testing.utilities import prefect_test_harness
@@ -24,8 +25,9 @@ from flows.automations import SILENT_S, automations, ensure_automations
 from flows.faults import FlowFault
 from flows.gpus import TAG, TRAINING, set_limit
 from flows.local import job_template, usable_gpus
-from flows.minimind import minimind
+from flows.minimind import minimind, run_name
 from flows.server import guarded_app
+from flows.sweep import run_name as sweep_name
 from pipeline.lineage.plan import Planned, Verdict, read_plan
 from pipeline.params.schema import Runtime
 from pipeline.yaml_files import read_yaml
@@ -105,6 +107,10 @@ def test_all_stages_run_once_and_siblings_side_by_side(project: Path, monkeypatc
 def test_a_target_takes_what_it_needs_and_no_more(project: Path) -> None:
     minimind("right")
     assert ran(project) == ["base", "right"]
+    with get_client(sync_client=True) as client:
+        names = {found.name for found in client.read_flow_runs(limit=1, sort=FlowRunSort.START_TIME_DESC)}
+        tasks = {found.name for found in client.read_task_runs(limit=2, sort=TaskRunSort.EXPECTED_START_TIME_DESC)}
+    assert names == {"right"} and tasks <= {"code", "base", "right"}
 
 
 def test_what_the_run_cache_has_is_restored_and_its_readers_run(project: Path) -> None:
@@ -133,6 +139,13 @@ def test_a_flow_ends_well_only_when_the_last_plan_finds_all_up_to_date(
     with pytest.raises(FlowFault, match=rf"^base: is not up to date \({verdict}: a cause\)$"):
         minimind("base")
     assert tried == ["base"]
+
+
+def test_runs_are_named_after_stage_and_overrides() -> None:
+    assert run_name({"stage": "grpo", "overrides": None}) == "grpo"
+    assert run_name({"stage": "grpo", "overrides": ["grpo.lr=1e-4", "dpo.beta=0.3"]}) == "grpo · grpo.lr=1e-4 dpo.beta=0.3"
+    assert sweep_name({"stage": "eval", "grid": {"grpo.lr": [1], "dpo.beta": [2]}}) == "sweep · eval · grpo.lr × dpo.beta"
+    assert len(run_name({"stage": "all", "overrides": ["tools.extra=" + "x" * 500]})) == 120
 
 
 def test_an_edit_during_the_flow_fails_it_with_the_stage_that_is_out_of_date_again(project: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from recorded_runs import write_run
 from pipeline.digests import digest
 from pipeline.lineage.plan import Planned, Verdict
 from pipeline.reading.cost import Bill, Cost, as_text
-from pipeline.reading.status import State, print_status, status
+from pipeline.reading.status import STATES, State, print_status, status
+from pipeline.supervise import hold
 
 
 def test_a_long_reason_leaves_the_names_of_the_stages_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,6 +28,23 @@ def test_a_long_reason_leaves_the_names_of_the_stages_alone(capsys: pytest.Captu
     for row, stage in zip(rows, chain, strict=True):
         assert row.lstrip(" └─").startswith(f"{stage} ") and "behind one that runs" in row and "84 min" in row
         assert "val/loss 0.7593" in row and row.rstrip().endswith("…")
+
+
+def test_every_verdict_is_a_state() -> None:
+    assert set(STATES) == set(Verdict)
+
+
+def test_a_stage_at_work_says_how_far_it_is(tmp_path: Path) -> None:
+    write_run(tmp_path, 1, code=None)
+    folder = next((tmp_path / ".runs/grpo").glob("*/*"))
+    (folder / "metrics.jsonl").write_text('{"step": 30, "time_s": 1.0, "metrics": {"train/loss": 1.0}}\n')
+    (folder / "progress.json").write_text(json.dumps({"total": 100, "done": 10, "began_s": time.time() - 40}))
+    planned = Planned("grpo", Verdict.RUNS, ["why"], [])
+    with hold(tmp_path / ".runs/grpo/lock", wait=False):
+        assert [(found.state, found.note) for found in status([planned], tmp_path, tmp_path)] == [("running", "")]
+        with hold(folder / "lock", wait=False):
+            [found] = status([planned], tmp_path, tmp_path)
+    assert found.note == "step 30 of 100, about 2 min left"  # 2 s a step
 
 
 # What a failed attempt says of a stage that is to run

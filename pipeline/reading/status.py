@@ -22,6 +22,7 @@ from pipeline.reading.words import duration, figure
 from pipeline.supervise import is_held
 from pipeline.tracking.description import LIBRARIES
 from pipeline.tracking.records import Record
+from pipeline.tracking.run_folder import RunFolder, read_json
 
 STATES = {
     Verdict.UP_TO_DATE: "up to date",
@@ -41,7 +42,7 @@ class State:
         stage: its name.
         under: the stage below which it is drawn: the one whose weights it starts from, or the last one that it reads.
         state: one of `STATES`, `running`, `stopped`, `failed`.
-        note: the first cause, or the reason of the failure; empty when all is well.
+        note: the first cause, the reason of the failure, or how far it is; empty when all is well.
         metrics: what to look at first, from `metrics/<stage>.json`.
         age_s: since the end of the run that made the outputs; None where its run folder is gone.
         run: that run's folder.
@@ -99,7 +100,7 @@ def status(plan: Sequence[Planned], root: Path, home: Path) -> list[State]:
 def _state(planned: Planned, root: Path, home: Path) -> tuple[str, str]:
     """State and note. What runs now counts before what the plan says, and so does a failure of what the stage would do now."""
     if is_held(home / ".runs" / planned.stage / "lock"):
-        return "running", ""
+        return "running", _how_far(home, planned.stage)
     state, note = STATES[planned.verdict], planned.causes[0] if planned.causes else ""
     attempt = last_attempt(home, planned.stage) if planned.verdict in (Verdict.RUNS, Verdict.MAY_RUN) else None
     if attempt is None or attempt.code == 0:
@@ -109,6 +110,18 @@ def _state(planned: Planned, root: Path, home: Path) -> tuple[str, str]:
     if since := what_changed_since(attempt, root, planned.params, planned.inputs):
         return state, f"{note}; {attempt} {since}"
     return "stopped" if attempt.stopped else "failed", attempt.reason
+
+
+def _how_far(home: Path, stage: str) -> str:
+    """Of the run at work: its step, and the time left at the speed it has had; empty before its steps begin."""
+    for path in (home / ".runs" / stage).glob("*/*/progress.json"):
+        record = Record(RunFolder(path.parent))
+        if not record.alive or not (told := read_json(path)):
+            continue
+        total, taken = told["total"], record.steps - told["done"]
+        left = (time.time() - told["began_s"]) / taken * (total - record.steps) if taken > 0 else None
+        return f"step {record.steps} of {total}" + (f", about {duration(left)} left" if left is not None else "")
+    return ""
 
 
 def _under(planned: Planned, deps: Mapping[str, str]) -> str | None:

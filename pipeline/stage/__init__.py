@@ -117,6 +117,7 @@ def stage_run(
         folder = _held_run_folder(stack, runs, stage, key, recorded=recorded)
         spent = spent_before(folder)
         folder.exit.unlink(missing_ok=True)
+        folder.progress.unlink(missing_ok=True)  # of an attempt before
         wanted = runtime.ranks if ranked and launched.size == 1 else 1
         with _recorded_exit(folder.exit, stop, memory_hint, partial(_made, root, stage)), followers(wanted, stop):
             check_space(stage, folder, root, params, inputs, runtime)

@@ -218,7 +218,8 @@ class StageRun:
         raise GuardError(f"stopped by runtime.guard after step {step}, {saved}; with guard: warn it goes on. {problem}")
 
     def progress(self, total: int) -> ProgressBar:
-        """A progress bar over `total` steps, as `runtime.progress` wants it."""
+        """A progress bar over `total` steps, as `runtime.progress` wants it; the folder says to others how many there are."""
+        write_json(self.folder.progress, {"total": total, "done": self.resumed_step, "began_s": now_s()})
         return ProgressBar(self.stage, total, mode=self._runtime.progress, done=self.resumed_step)
 
     def announce(self, line: str) -> None:

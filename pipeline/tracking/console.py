@@ -1,12 +1,16 @@
 """Progress on a terminal: a bar with the figures that matter and the time left; plain lines elsewhere."""
 
 import sys
+import time
+from datetime import timedelta
 from typing import Literal, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 Mode = Literal["auto", "on", "off"]
+LINE_EVERY_S = 30.0
+"""Between lines that say how far a stage is, where there is no bar."""
 
 
 class ProgressBar:
@@ -31,7 +35,8 @@ class ProgressBar:
             console=console,
             disable=mode == "off" or (mode == "auto" and not console.is_terminal),
         )
-        self._title = title
+        self._title, self._total, self._done = title, total, done
+        self._began = self._told = time.monotonic()
         self._task = self._bar.add_task(title, total=total, completed=done, figures="")
 
     def __enter__(self) -> Self:
@@ -42,8 +47,17 @@ class ProgressBar:
         self._bar.stop()
 
     def update(self, step: int, **figures: float) -> None:
-        """Moves the bar to `step` and shows figures such as `loss=..., reward=..., tokens_per_s=...`."""
+        """Moves the bar to `step` and shows figures such as `loss=..., reward=..., tokens_per_s=...`.
+
+        Without a bar, as in a file or in the log of a flow, it prints a line now and then.
+        """
         self._bar.update(self._task, completed=step, figures=_figures(figures))
+        now = time.monotonic()
+        if self._bar.disable and not self._quiet and now - self._told >= LINE_EVERY_S and step > self._done:
+            self._told = now
+            left = timedelta(seconds=round((now - self._began) / (step - self._done) * (self._total - step)))
+            line = f"{self._title}: step {step} of {self._total}, {left} left, {_figures(figures)}"
+            print(line, file=sys.stderr, flush=True)
 
     def note(self, step: int, **figures: float) -> None:
         """Prints one lasting line, such as a validation result; on a terminal it appears above the bar."""

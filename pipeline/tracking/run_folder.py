@@ -8,6 +8,7 @@ Processes talk through these files alone:
 | metrics.jsonl, samples.jsonl | trainer, appended | the truth about what happened |
 | rollouts/STEP.npz | trainer, at each step of a stage that samples | every trajectory of the step, by its key |
 | state-STEP.pt, state-STEP.json | trainer, at each save | resumable state; its checksum, and those of the files above |
+| progress.json | trainer, when its steps begin | how many there are, and when it began with them |
 | guard.json | trainer | by check, the latest finding of `runtime.guard` |
 | exit.json | trainer, at its end | exit code, reason, time, digests of what it made; absent while it runs and after SIGKILL |
 | lock | trainer | held while it lives |
@@ -32,7 +33,8 @@ from pipeline.errors import PipelineError
 from pipeline.tracking.shapes import fault_of_object, loads
 
 _OURS = re.compile(
-    r"(run|exit|guard|feeder|checkpoint|gone)\.json(\.tmp)?|(metrics|samples|system)\.jsonl|state-.*\.tmp|(feeder\.)?lock|feeder\.log"
+    r"(run|progress|exit|guard|feeder|checkpoint|gone)\.json(\.tmp)?|(metrics|samples|system)\.jsonl|state-.*\.tmp"
+    r"|(feeder\.)?lock|feeder\.log"
 )
 _NUMBER = re.compile(r"[1-9][0-9]*")
 _STATE = re.compile(r"state-(\d{8})\.json")
@@ -85,6 +87,10 @@ class RunFolder:
     @property
     def gone(self) -> Path:
         return self.path / "gone.json"
+
+    @property
+    def progress(self) -> Path:
+        return self.path / "progress.json"
 
     @property
     def exit(self) -> Path:

@@ -47,6 +47,15 @@ class _About(TypedDict, total=False):
 
 
 @_STRICT
+class _Progress(TypedDict):
+    """progress.json."""
+
+    total: _Count
+    done: _Count
+    began_s: FiniteFloat
+
+
+@_STRICT
 class _End(TypedDict, total=False):
     """exit.json."""
 
@@ -96,6 +105,7 @@ class _Sample(TypedDict, total=False):
 
 _OBJECTS: dict[str, TypeAdapter[Any]] = {
     "run.json": TypeAdapter(_About),
+    "progress.json": TypeAdapter(_Progress),
     "exit.json": TypeAdapter(_End),
     "feeder.json": TypeAdapter(_Note),
     "eval.json": TypeAdapter(Annotated[dict[str, dict[str, FiniteFloat]], ConfigDict(strict=True)]),
