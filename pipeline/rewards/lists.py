@@ -14,7 +14,7 @@ MAX_ITEMS_PER_ANSWER = 6
 QUANTITIES_PER_RESULT = 8  # a date spelled out has six
 ITEM_CHARS = 24
 
-_NUMBERING = re.compile(r"(?m)^\s*(?:\d+[.、)](?!\d)|[-*•])")
+_NUMBERING = re.compile(r"(?m)^[^\S\n]*+(?:\d+[.、)](?!\d)|[-*•])")
 _MARK = re.compile(
     rf"(?P<list>[、，;；/|\n]|,(?!\d)|\bor\b|或者?)|(?P<stop>[。！？!?]|\.(?!\d))|(?P<space>(?<=[{CJK}])\s+(?=[{CJK}]))",
     re.IGNORECASE,

@@ -120,7 +120,11 @@ def any_calls(trajectory: Trajectory) -> bool:
 
 def parse_calls(answer: str) -> list[Call]:
     """The calls between tool tags; what is no JSON is dropped, and arguments in a string that is none are empty."""
-    return [call for body in _CALL.findall(answer) if (call := _parse_call(body.strip()))]
+    return [
+        call
+        for body in _CALL.findall(answer, 0, answer.rfind("</tool_call>") + len("</tool_call>"))
+        if (call := _parse_call(body.strip()))
+    ]
 
 
 def repetition(text: str) -> float:

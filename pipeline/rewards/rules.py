@@ -16,7 +16,7 @@ MIN_STUTTER = 8
 # Scripts written without spaces between words: kana, CJK ideographs (extensions A and B on) and compatibility forms.
 CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 _TOKEN = re.compile(rf"[{CJK}]|[^\W{CJK}]+|[^\w\s]")
-_STUTTER = re.compile(r"([^\W\d]+?)\1{2,}")  # hahaha
+_STUTTER = re.compile(r"([^\W\d]{1,16}?)\1{2,}+")  # hahaha; of longer ones the search would take the square of their length
 _SENTENCE_END = re.compile(r"[。！？；!?;\n]+|\.(?=\s|$)")
 
 

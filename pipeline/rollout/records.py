@@ -17,7 +17,7 @@ from pipeline.data.labels import IGNORED_LABEL
 from pipeline.text.turns import ParsedTurn, split_blocks
 from pipeline.tools.registry import ToolResult
 
-_TOOL_TAG = re.compile(r"(<\s*/?\s*tool_(?:call|response)\b[^<>]*>)")  # spelled loosely: a policy forges them as text, too
+_TOOL_TAG = re.compile(r"(<\s*+/?\s*+tool_(?:call|response)\b[^<>]*>)")  # spelled loosely: a policy forges them as text, too
 _DECODER = json.JSONDecoder()
 _CLOSING_CALL = re.compile(r"<\s*/\s*tool_call\b[^<>]*>")
 _CLOSING = re.compile(r"<\s*/\s*(?:think|tool_call|tool_response)\b[^<>]*>")
