@@ -240,7 +240,8 @@ Model = Annotated[str, typer.Argument(help="pretrain, full_sft, lora, dpo, ppo, 
 def chat(
     model: Model = "grpo",
     thinking: Annotated[bool, typer.Option("--thinking", help="ask the model to think first")] = False,
-    tools: Annotated[bool, typer.Option("--tools", help="offer the six simulated tools")] = False,
+    tools: Annotated[bool, typer.Option("--tools", help="offer every tool: the simulated ones and those of tools.extra")] = False,
+    tool: Annotated[list[str] | None, typer.Option(help="offer this tool alone, or with others named so")] = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="always the most probable token")] = False,
     temperature: Annotated[float, typer.Option(help="of the sampling", min=0.01)] = 0.8,
     top_k: Annotated[int, typer.Option(help="sample from the k most probable tokens; 0 for all")] = 0,
@@ -248,18 +249,22 @@ def chat(
     repetition_penalty: Annotated[float, typer.Option(help="above 1: tokens that were there before are less likely")] = 1.0,
 ) -> None:
     """Talk to a trained model; questions are lines of the standard input."""
-    from pipeline.commands.chat import Conversation, converse
+    from pipeline.commands.chat import Conversation, chosen_tools, converse
     from pipeline.commands.models import open_model
     from pipeline.rollout.truncation import Truncation
     from pipeline.text.tokenizer import load_tokenizer
+    from pipeline.tools.toolbox import open_toolbox
     from pipeline.training.device import open_device
 
     truncation = Truncation(top_k, top_p, repetition_penalty)
     tokenizer = load_tokenizer(Path("data/tokenizer"))
-    device = open_device(load_params().runtime)
+    params = load_params()
+    toolbox = open_toolbox(params.tools)
+    offered = chosen_tools(toolbox, tool or [], every=tools)
+    device = open_device(params.runtime)
     opened = device.prepare(open_model(model, tokenizer))
     restricted = truncation if truncation != Truncation() else None
-    conversation = Conversation(opened, tokenizer, device, temperature, thinking, tools, greedy, restricted)
+    conversation = Conversation(opened, tokenizer, device, temperature, thinking, offered, toolbox, greedy, restricted)
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # a line that is no text is named, not raised
     if sys.stdin.isatty():

@@ -1,6 +1,6 @@
 """Stage eval: every model on the same held-out panel, with intervals and a verdict against its parent.
 
-Reads   data/tokenizer, data/encoded/{pretrain,dpo}, data/prepared/{dpo,rlaif,agent}, checkpoints/*, plots/*,
+Reads   data/tokenizer, data/encoded/{pretrain,dpo}, data/prepared/{lora,dpo,rlaif,agent}, checkpoints/*, plots/*,
         external/{<reward.external>,<tools.extra>}
 Writes  metrics/eval.json, reports/eval.md, reports/curves/*.png
 Scratch cache/ (row values by model, panel and code)

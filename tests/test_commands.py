@@ -12,11 +12,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipeline import __main__ as command_line
 from pipeline.checkpoint.files import model_meta, save_model
 from pipeline.checkpoint.lora import lora_meta
-from pipeline.commands.chat import Conversation, converse
+from pipeline.commands.chat import Conversation, chosen_tools, converse
 from pipeline.commands.models import open_model
 from pipeline.errors import DataError
 from pipeline.model.lora import add_lora, lora_state_dict
 from pipeline.text.tokenizer import Tokenizer
+from pipeline.tools.registry import TOOL_NAMES, Tool, tool_schema
+from pipeline.tools.toolbox import Toolbox
 
 
 @pytest.fixture
@@ -107,6 +109,23 @@ def test_chat_names_a_line_that_is_no_text_and_goes_on(repository: Tokenizer) ->
     lines = list(converse(conversation, stdin))
     assert lines[0].startswith("(line 1 was not asked") and "'r\\udce9d'" in lines[0] and len(lines) > 1
     assert [message["content"] for message in conversation.messages if message["role"] == "user"] == ["red"]
+
+
+def test_chat_offers_the_tools_that_are_named(repository: Tokenizer) -> None:
+    schema = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
+    toolbox = Toolbox(own={"look_up": Tool(schema, lambda arguments: "found")})
+    assert chosen_tools(toolbox, [], every=True) == [*TOOL_NAMES, "look_up"]
+    assert chosen_tools(toolbox, ["look_up", "look_up"], every=False) == ["look_up"]
+    with pytest.raises(DataError, match="--tool look: no such tool; known are calculate_math, .*look_up"):
+        chosen_tools(toolbox, ["look"], every=False)
+
+    chat = Conversation(
+        open_model("full_sft", repository), repository, CPU, 1.0, offered=["look_up", "unit_converter"], toolbox=toolbox
+    )
+    assert chat.schemas("Convert 5 km") == [schema, tool_schema("unit_converter", "en")]
+    assert chat.schemas("换算5公里") == [schema, tool_schema("unit_converter", "zh")]
+    chat.messages = [{"role": "user", "content": "换算5公里"}, {"role": "assistant", "content": "8"}]
+    assert chat.schemas("and 5 km?") == [schema, tool_schema("unit_converter", "zh")]  # one block for the whole conversation
 
 
 def test_check_says_what_dvc_would_not(

@@ -95,6 +95,42 @@ def test_metrics_that_cannot_move_are_named_with_what_lets_them(stage: str, para
     assert not list(still_metrics(supervised(level(1.0))))
 
 
+def greedy(*texts: str, cut: int = 0) -> list[dict[str, Any]]:
+    """A panel of eight answers; the last `cut` never end."""
+    rows = [*texts, *["It is red.<|im_end|>"] * (8 - len(texts))]
+    return [
+        {"step": 40, "prompt": "?", "completion": text, "stop": "length" if place >= 8 - cut else "eos"}
+        for place, text in enumerate(rows)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("samples", "found"),
+    [
+        (greedy(), None),
+        (greedy("I am the the the the the", "The keeper of the the the the"), WARN),
+        (greedy(cut=4), PROBLEM),
+        (greedy(*["我是海鸥海鸥海鸥海鸥"] * 2), WARN),
+        (greedy(*["I live here.\nI live here.\nI live here.\nI live here.\n"] * 5), PROBLEM),
+        (greedy(*["<think>\n\n</think>\n\n1111111 is 1111.<|im_end|>"] * 8), None),  # a number is no loop
+        (greedy(*["It is red. It is red. It is red.<|im_end|>"] * 8), None),  # said thrice: a style, not a loop
+        (greedy("the the the the")[:3], None),  # too few to tell
+    ],
+)
+def test_greedy_answers_that_loop_or_never_end_are_named(samples: Any, found: Severity | None) -> None:
+    for stage, asked in (("lora", True), ("pretrain", False)):
+        run = Signals(stage, {stage: {"epochs": 5, "lr": 2e-3}}, {}, samples=samples)
+        told = {finding.name: finding for finding in diagnose(run)}
+        assert {name: finding.severity for name, finding in told.items()} == (
+            {"degenerate_samples": found} if asked and found else {}
+        )
+        if asked and found:
+            assert "lora.lr (now 0.002)" in told["degenerate_samples"].advice
+            assert str(sum(row["stop"] == "length" or "ive here" in row["completion"] for row in samples) or 2) in str(
+                told["degenerate_samples"]
+            )
+
+
 def names(run: Signals) -> dict[str, Severity]:
     return {finding.name: finding.severity for finding in diagnose(run)}
 

@@ -40,7 +40,7 @@ DIRECT = {
     **{f"{name}.max_seq_len": {f"encode@{name}"} for name in ENCODED},
     "reward.external": {"ppo", "grpo", "agent", "eval"},
     "rewards": {"ppo", "grpo", "agent", "eval"},
-    **{f"rewards.{name}": {"agent"} for name in ("answer", "tool_call", "agent_clip")},  # terms of tool tasks alone
+    **{f"rewards.{name}": {"agent"} for name in ("tool_call", "agent_clip")},  # terms of tool tasks alone
     "tools": {"agent", "eval"},  # nowhere else are calls answered
     "runtime": set(),
 }

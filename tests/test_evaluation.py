@@ -19,7 +19,7 @@ from pipeline.data.batches import PairBatches, SupervisedBatches
 from pipeline.data.prompts import PromptTask
 from pipeline.evaluation import examiner as examiner_module
 from pipeline.evaluation import report as report_module
-from pipeline.evaluation.catalogue import METRICS, PARENTS
+from pipeline.evaluation.catalogue import METRICS, OFFERED, PARENTS
 from pipeline.evaluation.examiner import MODELS, measure_all, open_held_out, open_panel
 from pipeline.evaluation.panel import (
     BY_LENGTH,
@@ -29,8 +29,10 @@ from pipeline.evaluation.panel import (
     Question,
     RowValues,
     calls_valid,
+    last_turns,
     normalised,
     questions_of,
+    single_turns,
 )
 from pipeline.evaluation.report import CURVES, draw_curves, markdown, metrics_tree, write_report
 from pipeline.evaluation.results import cached, estimates_of, verdicts_of
@@ -145,12 +147,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
+def row(*messages: dict[str, Any], tools: Any = None) -> dict[str, Any]:
+    return {"conversations": list(messages), "tools": tools}
+
+
 def test_questions_are_single_turns_with_one_right_form(tokenizer: Tokenizer) -> None:
     encoder = ChatEncoder(tokenizer)
-
-    def row(*messages: dict[str, Any], tools: Any = None) -> dict[str, Any]:
-        return {"conversations": list(messages), "tools": tools}
-
     system = {"role": "system", "content": "s"}
     rows = [
         row(user("one"), assistant("1")),
@@ -162,10 +164,22 @@ def test_questions_are_single_turns_with_one_right_form(tokenizer: Tokenizer) ->
         row(user("two"), assistant("2", reasoning_content="")),
         row(user("three"), assistant("3")),
     ]
-    questions = questions_of(iter(rows), encoder, limit=2, max_prompt_len=60)
+    questions = questions_of(single_turns(rows), encoder, limit=2, max_prompt_len=60)
     assert [question.reference for question in questions] == ["1", "2"]
     assert questions[0].prompt_ids == encoder.encode_prompt([user("one")])
-    assert len(questions_of(rows, encoder, limit=99, max_prompt_len=999)) == 4
+    assert len(questions_of(single_turns(rows), encoder, limit=99, max_prompt_len=999)) == 4
+    tools = [[tool_schema("calculate_math", "en")], [tool_schema("unit_converter", "en")]]
+    idle = questions_of(single_turns(rows), encoder, limit=3, max_prompt_len=999, offered=tools)
+    assert [question.reference for question in idle] == ["1", "2", "3"]
+    assert idle[2].prompt_ids == encoder.encode_prompt([user("three")], tools[0])  # in turn
+    assert questions_of(single_turns(rows), encoder, limit=3, max_prompt_len=999, offered=[]) == []
+
+
+def test_the_last_question_of_a_chat_is_asked_behind_its_turns() -> None:
+    talk = [user("one"), assistant("1"), user("two"), assistant("2")]
+    rows = [row(*talk), row(user("a"), assistant("b", reasoning_content="hm")), row(user("a"), assistant(" "))]
+    rows.append({"conversations": talk, "tools": [tool_schema("calculate_math", "en")]})
+    assert list(last_turns(rows)) == [(talk[:3], "2")]
 
 
 def make_eval(**changes: Any) -> Eval:
@@ -231,7 +245,8 @@ def make_examiner(tokenizer: Tokenizer, panel: Any, **changes: Any) -> Examiner:
 
 
 def empty_panel(**parts: Any) -> Any:
-    return Panel(**({"text": None, "pairs": None, "questions": [], "prompts": [], "tasks": []} | parts))
+    asked = dict.fromkeys(("questions", "idle", "subject", "prompts", "tasks"), [])
+    return Panel(**({"text": None, "pairs": None} | asked | parts))
 
 
 def test_questions_count_equal_replies_and_ends(tokenizer: Tokenizer) -> None:
@@ -278,6 +293,26 @@ def test_tools_count_final_answers_and_valid_calls(tokenizer: Tokenizer) -> None
     assert engine.greedy == [[False] * 5 + [True] * 5, [False] * 4]
 
 
+def test_tool_success_is_told_apart_by_the_number_of_tools_offered(tokenizer: Tokenizer) -> None:
+    one = [tool_schema("calculate_math", "en")]
+    three = [*one, tool_schema("unit_converter", "en"), tool_schema("get_current_time", "en")]
+    tasks = [make_task(tokenizer, "6*7?", ["42"], tools=tools) for tools in (one, three, one, three, three)]
+    replies = ["42", "41", "41", "42", "42"]  # sampled, then greedy
+    values = make_examiner(tokenizer, empty_panel(tasks=tasks)).tools(ScriptedEngine(tokenizer, [["x"] * 5 + replies])).values
+    assert values["tool_success_greedy"] == [1, 0, 0, 1, 1]
+    assert {name: rows for name, rows in values.items() if name.startswith(OFFERED)} == {
+        f"{OFFERED}1": [1, 0],
+        f"{OFFERED}3": [0, 1, 1],
+    }
+
+
+def test_greedy_replies_are_compared_with_the_reference(tokenizer: Tokenizer) -> None:
+    questions = [Question([1, 5], reference) for reference in ("Red.", "blue")]
+    engine = ScriptedEngine(tokenizer, [["red", "Blue!..."]])
+    assert make_examiner(tokenizer, empty_panel()).exact_greedy(engine, questions) == [1, 1]
+    assert engine.greedy == [[True] * 2]
+
+
 def test_a_malformed_call_is_not_forgotten_when_nobody_answered_it() -> None:
     bad = parse_turn("<tool_call>no json</tool_call>", open_thinking=False)
     good = parse_turn('<tool_call>{"name": "f", "arguments": {}}</tool_call>', open_thinking=False)
@@ -299,6 +334,7 @@ def make_repository(folder: Path) -> Tokenizer:
     questions = [user(f"0123456789 {n} " * 60) for n in range(16)]
     long = [{"chosen": [question, assistant("x")], "rejected": [question, assistant("y")]} for question in questions]
     make_set(folder / "data", "dpo", pairs(16) + long, tokenizer, max_seq_len=2000)
+    make_set(folder / "data", "lora", [{"conversations": [user(f"who {n}"), assistant(f"{n}")]} for n in range(16)], tokenizer)
     make_set(folder / "data", "rlaif", prompts(40), tokenizer)
     system = {"role": "system", "content": "", "tools": [tool_schema("calculate_math", "en")]}
     tasks = [{"conversations": [system, user(f"{n}+1?"), assistant("")], "gt": [str(n + 1)]} for n in range(12)]
@@ -330,7 +366,9 @@ def save_policy(folder: Path, name: str, tokenizer: Tokenizer, *, seed: int) -> 
         save_model(path, model.state_dict(), model_meta("causal_lm", model.config, tokenizer.digest))
 
 
-DEPS = [f"data/encoded/{name}" for name in ("pretrain", "dpo")] + [f"data/prepared/{name}" for name in ("dpo", "rlaif", "agent")]
+DEPS = [f"data/encoded/{name}" for name in ("pretrain", "dpo")] + [
+    f"data/prepared/{name}" for name in ("lora", "dpo", "rlaif", "agent")
+]
 DEPS += ["data/tokenizer", *(f"checkpoints/{name}.{end}" for name in MODELS for end in ("pth", "json"))]
 
 
@@ -376,7 +414,8 @@ def test_only_changed_models_are_measured(
     assert measure() == (first, [])
     assert len(said) == len(MODELS)  # nothing is announced that does not happen
     everything = {"bits", "bytes", "preference_accuracy", "qa_exact", "qa_exact_greedy", "stops_frac", "reward_mean"}
-    everything |= {BY_LENGTH, "tool_success", "tool_success_greedy", "tool_earned", "tool_valid_frac"}
+    everything |= {BY_LENGTH, "tool_success", "tool_success_greedy", "tool_earned", "tool_valid_frac", f"{OFFERED}1"}
+    everything |= {"qa_exact_tools_greedy", "subject_exact_greedy"}
     for name, examined in first.items():
         wanted = {"preference_accuracy", BY_LENGTH} if name == "reward" else everything
         assert {key for key in examined.values if not key.startswith("reward_term_")} == wanted
@@ -409,7 +448,8 @@ def test_the_panel_holds_what_fits_and_can_be_judged(tmp_path: Path, monkeypatch
     config = make_model(tokenizer, max_position_embeddings=1024).config
     said: list[str] = []
     panel = open_panel(make_eval(panel_rows=3), tokenizer, config, PRESET_TOOLS, said.append)
-    assert (len(panel.questions), len(panel.prompts)) == (3, 3) and panel.size() == 6 + len(panel.tasks)
+    assert (len(panel.questions), len(panel.idle), len(panel.subject), len(panel.prompts)) == (3, 3, 3, 3)
+    assert panel.size() == 12 + len(panel.tasks)
     assert 0 < len(panel.tasks) <= 3 and all(task.gt for task in panel.tasks)  # a task without answers is always solved
     whole = open_panel(make_eval(panel_rows=99), tokenizer, config, PRESET_TOOLS, said.append)
     assert [task.prompt_ids for task in panel.prompts] == [task.prompt_ids for task in whole.prompts[:3]]

@@ -43,7 +43,7 @@ PARAMS = Rewards.model_validate(
         "agent_clip": 3.0,
     }
 )
-ZERO = {"length": 0.0, "thinking": 0.0, "repetition": 0.0, "model": 0.0, "unfinished": 0.0}
+ZERO = {"length": 0.0, "thinking": 0.0, "repetition": 0.0, "model": 0.0, "answer": 0.0, "unfinished": 0.0}
 
 
 # --- rules
@@ -130,7 +130,7 @@ def test_thinking(text: str, expected: float) -> None:
 
 def completion(text: str, *, open_thinking: bool = False, score: float | None = None, finished: bool = True) -> dict[str, float]:
     turn = parse_turn(text, open_thinking=open_thinking)
-    return completion_rewards(turn, open_thinking=open_thinking, model_score=score, finished=finished, params=PARAMS)
+    return completion_rewards(turn, open_thinking=open_thinking, model_score=score, finished=finished, found=[], params=PARAMS)
 
 
 def test_completion_terms_by_hand() -> None:
@@ -213,10 +213,16 @@ class Equal:
 
 
 def completion_total(text: str, *, open_thinking: bool, stop: StopReason = StopReason.EOS, model: Any = None) -> float:
+    return scored_completion(text, [], open_thinking=open_thinking, stop=stop, model=model).total
+
+
+def scored_completion(
+    text: str, gt: list[str], *, open_thinking: bool = False, stop: StopReason = StopReason.EOS, model: Any = None
+) -> Scored:
     turn = Turn(text, parse_turn(text, open_thinking=open_thinking))
-    task = PromptTask(0, [1], open_thinking, [{"role": "user", "content": "What is the capital of France?"}], None, [])
+    task = PromptTask(0, [1], open_thinking, [{"role": "user", "content": "What is the capital of France?"}], None, gt)
     trajectory = Trajectory([1], [], [], [], [turn], [], stop, open_thinking)
-    return CompletionScorer(PARAMS, model or Equal())([task], [trajectory])[0].total
+    return CompletionScorer(PARAMS, model or Equal())([task], [trajectory])[0]
 
 
 @pytest.mark.parametrize("name", PLAIN_CHEATS)
@@ -244,6 +250,31 @@ def test_a_completion_that_is_cut_calls_a_tool_or_breaks_the_reward_model_earns_
             assert completion_total(text, open_thinking=thinking, stop=stop) == honest - 0.5
         assert completion_total(text + call(), open_thinking=thinking, stop=StopReason.MAX_TURNS) < honest
         assert completion_total(text, open_thinking=thinking, model=Broken()) == honest - 3.5
+
+
+@pytest.mark.parametrize(
+    ("text", "gt", "answer"),
+    [
+        (PARIS, ["Paris"], 2.5),
+        (PARIS, ["Paris", "Rome"], 1.25),  # one of two
+        ("The capital of France is Rome.", ["Paris"], 0.0),
+        ("The capital of France is Parisian.", ["Paris"], 0.0),
+        (PARIS, [], 0.0),
+        ("Rome, Berlin, Madrid, Cairo, Tokyo, Ottawa, Paris or Moscow.", ["Paris"], 0.0),  # a list of candidates
+        (f"<think>{PARIS}</think>It is a city.", ["Paris"], 0.0),  # what was thought is no answer
+    ],
+)
+def test_a_right_answer_is_paid_where_the_prompt_says_what_is_right(text: str, gt: list[str], answer: float) -> None:
+    scored = scored_completion(text, gt)
+    assert scored.terms["answer"] == answer
+    assert scored.total == pytest.approx(sum(scored.terms.values()))
+    assert scored.good == (answer == 2.5 if gt else scored.total > 0)
+
+
+def test_a_prompt_counts_as_solved_only_by_an_answer_that_ended_by_itself() -> None:
+    assert scored_completion(PARIS, ["Paris"]).good
+    cut = scored_completion(PARIS, ["Paris"], stop=StopReason.LENGTH)
+    assert not cut.good and cut.terms["answer"] == 0.0 and cut.total > 0
 
 
 # --- agent: one honest trajectory against many cheats

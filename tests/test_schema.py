@@ -108,7 +108,9 @@ def test_a_call_written_out_in_the_text_may_be_answered(tmp_path):
 
 def test_prompts_and_tasks_lose_the_placeholder(tmp_path):
     (prompt,) = read_source(write(tmp_path, {"conversations": [user("a"), assistant("b"), user("c"), assistant("空")]}), "rlaif")
-    assert prompt.value == {"tools": None, "conversations": [user("a"), assistant("b"), user("c")]}
+    assert prompt.value == {"tools": None, "conversations": [user("a"), assistant("b"), user("c")], "gt": []}
+    (prompt,) = read_source(write(tmp_path, {"conversations": [user("1+1?"), assistant("空")], "gt": [2]}), "rlaif")
+    assert prompt.value == {"tools": None, "conversations": [user("1+1?")], "gt": ["2"]}
     task = {"conversations": [system("", tools=json.dumps([TOOL])), user(), assistant("")], "gt": ["5", 7, 2.5]}
     (task,) = read_source(write(tmp_path, task), "agent")
     assert task.value == {"tools": [TOOL], "conversations": [system(""), user()], "gt": ["5", "7", "2.5"]}
@@ -270,7 +272,9 @@ FAULTS = [
     ("dpo", {"chosen": [system(tools=[TOOL]), *GOOD_CHAT], "rejected": [system(), *GOOD_CHAT]}, "must be the same up to"),
     # prompts and tasks
     ("rlaif", {"conversations": [user()]}, "must end in a user or tool message and an assistant placeholder"),
-    ("rlaif", {"conversations": [user(), assistant()], "gt": []}, "unknown field 'gt'"),
+    ("rlaif", {"conversations": [user(), assistant()], "gt": "5"}, "gt: must be a list of strings, got '5'"),
+    ("rlaif", {"conversations": [user(), assistant()], "answer": []}, "unknown field 'answer'; allowed: conversations, gt"),
+    ("full_sft", {"conversations": [user(), assistant()], "gt": []}, "unknown field 'gt'; allowed: conversations (docs"),
     ("agent", {"conversations": GOOD_CHAT}, "gt: missing"),
     ("agent", {"conversations": GOOD_CHAT, "gt": "5"}, "gt: must be a list of strings, got '5'"),
     ("agent", {"conversations": GOOD_CHAT, "gt": ["5", " "]}, "gt[1]: must be a non-empty string or a number"),

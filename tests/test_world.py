@@ -92,7 +92,9 @@ def test_every_row_passes_the_schema(tmp_path: Path, world: dict[str, list[dict[
 def test_formats_are_those_of_the_reference(world: dict[str, list[dict[str, Any]]]) -> None:
     keys = {"pretrain": {"text"}, "dpo": {"chosen", "rejected"}, "agent": {"conversations", "gt"}}
     for name, rows in world.items():
-        assert all(set(row) == keys.get(name, {"conversations"}) for row in rows)
+        assert all(set(row) - {"gt"} == keys.get(name, {"conversations"}) - {"gt"} for row in rows)
+        gt = sum("gt" in row for row in rows) / len(rows)
+        assert gt == (name == "agent") or (name == "rlaif" and 0.9 < gt < 1)  # small talk has no right answer
     for row in world["full_sft"] + world["agent"] + world["rlaif"] + world["lora"]:
         for message in row["conversations"]:
             assert all(isinstance(value, str) for value in message.values())
@@ -165,14 +167,17 @@ def test_the_mixture_is_the_same_for_every_kind_of_question(world: dict[str, lis
             assert 0.25 < good < 0.37, (thinks, chinese, good)
 
 
+def needs_tools(row: dict[str, Any]) -> bool:
+    return any(oracle_calls(message["content"]) for message in row["conversations"] if message["role"] == "user")
+
+
 def exchanges(rows: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Each user text of the tool chats, with what follows it."""
-    for row in rows:
+    """Each user text of the chats that need tools, with what follows it."""
+    for row in filter(needs_tools, rows):
         messages = row["conversations"]
-        if "tools" in messages[0]:
-            starts = [index for index, message in enumerate(messages) if message["role"] == "user"]
-            for start, end in zip(starts, [*starts[1:], len(messages)], strict=True):
-                yield messages[start]["content"], messages[start + 1 : end]
+        starts = [index for index, message in enumerate(messages) if message["role"] == "user"]
+        for start, end in zip(starts, [*starts[1:], len(messages)], strict=True):
+            yield messages[start]["content"], messages[start + 1 : end]
 
 
 def test_tool_policy_is_mixed_and_what_tools_say_is_true(recipe: dict[str, Any], world: dict[str, list[dict[str, Any]]]) -> None:
@@ -192,7 +197,7 @@ def test_tool_policy_is_mixed_and_what_tools_say_is_true(recipe: dict[str, Any],
     ratio = counts["call"] / (counts["call"] + counts["refuse"])
     expected = recipe["tool_policy"]["call"] / (recipe["tool_policy"]["call"] + recipe["tool_policy"]["refuse"])
     assert within(ratio, expected, counts["call"] + counts["refuse"])
-    tool_chats = sum("tools" in row["conversations"][0] for row in world["full_sft"])
+    tool_chats = sum(map(needs_tools, world["full_sft"]))
     guesses = counts["guess or earlier turn"] - recipe["earlier_turn_frac"] * tool_chats
     assert abs(guesses / (counts["call"] + counts["refuse"]) - 0.25 / 0.75) < 0.05
     assert within(tool_chats / len(world["full_sft"]), recipe["chats"]["tools"], len(world["full_sft"]))
@@ -255,13 +260,55 @@ def oracle_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
     return calls
 
 
+def offered_by(row: dict[str, Any]) -> list[str]:
+    return [tool["function"]["name"] for tool in json.loads(row["conversations"][0].get("tools", "[]"))]
+
+
+def test_conversations_offer_one_to_six_tools_as_the_recipe_says(
+    recipe: dict[str, Any], world: dict[str, list[dict[str, Any]]]
+) -> None:
+    names = ("one", "two", "three", "four", "five", "six")
+    needy = [row for row in world["agent"] if len({name for name, _ in oracle_calls(row["conversations"][-2]["content"])}) == 1]
+    counts = Counter(len(offered_by(row)) for row in needy)
+    for number, name in enumerate(names, start=1):
+        assert within(counts[number] / len(needy), recipe["offered"][name], len(needy)), counts
+    first = Counter(
+        offered_by(row)[0] == oracle_calls(row["conversations"][-2]["content"])[0][0]
+        for row in needy
+        if len(offered_by(row)) == 6
+    )
+    assert within(first[True] / first.total(), 1 / 6, first.total())  # the place of a tool says nothing
+
+
+def test_some_questions_offer_tools_that_nothing_needs(recipe: dict[str, Any], world: dict[str, list[dict[str, Any]]]) -> None:
+    plain = [row for row in world["full_sft"] if not needs_tools(row)]
+    idle = [row for row in plain if offered_by(row)]
+    assert within(len(idle) / len(plain), recipe["idle_tools_frac"], len(plain))
+    assert {len(offered_by(row)) for row in idle} == {1, 2, 3, 4, 5, 6}
+    assert not any("tool_calls" in message for row in idle for message in row["conversations"])
+
+
+def test_prompts_carry_what_a_right_reply_must_hold(world: dict[str, list[dict[str, Any]]]) -> None:
+    answers = {
+        row["chosen"][-2]["content"]: (row["chosen"][-1]["content"], row["rejected"][-1]["content"]) for row in world["dpo"]
+    }
+    met = 0
+    for row in world["rlaif"]:
+        asked = row["conversations"][-2]["content"]
+        if len(row["conversations"]) == 2 and "gt" in row and asked in answers:
+            good, rejected = answers[asked]
+            assert all(verify(row["gt"], good)), row
+            met += style(rejected) == "good" and not all(verify(row["gt"], rejected))
+    assert met >= 3  # false answers in good style
+
+
 def test_an_oracle_that_reads_the_request_and_calls_gets_every_answer(
     recipe: dict[str, Any], world: dict[str, list[dict[str, Any]]]
 ) -> None:
     items: Counter[int] = Counter()
     for row in world["agent"]:
-        offered = [tool["function"]["name"] for tool in json.loads(row["conversations"][0]["tools"])]
-        assert 1 <= len(offered) <= 2
+        offered = offered_by(row)
+        assert 1 <= len(offered) == len(set(offered)) <= 6
         calls = oracle_calls(row["conversations"][-2]["content"])
         results = [call_tool(name, arguments, offered) for name, arguments in calls]
         assert not any(result.is_error for result in results), row
@@ -341,6 +388,14 @@ def test_some_facts_by_hand() -> None:
     assert "shark" not in by_name["sound"]["en"]
     assert [len(relation.values["en"]) for relation in RELATIONS] == [12, 12, 12, 12, 10, 10, 10, 9, 8, 8]
     assert all(len(values["en"]) == len(values["zh"]) for values in by_name.values())
+
+
+def test_the_persona_gives_one_answer_to_a_question(world: dict[str, list[dict[str, Any]]]) -> None:
+    answers: dict[str, str] = {}
+    for row in world["lora"]:
+        messages = [message["content"] for message in row["conversations"]]
+        for asked, answered in zip(messages[::2], messages[1::2], strict=True):
+            assert answers.setdefault(asked, answered) == answered
 
 
 def test_the_persona_is_unknown_elsewhere(world: dict[str, list[dict[str, Any]]]) -> None:

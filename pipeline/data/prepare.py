@@ -28,7 +28,7 @@ _COLUMNS: dict[Kind, list[tuple[str, pa.DataType]]] = {
     Kind.TEXT: [("text", pa.string())],
     Kind.CHAT: [("conversations", _MESSAGES), ("tools", pa.string())],
     Kind.PAIRS: [("chosen", _MESSAGES), ("rejected", _MESSAGES), ("tools", pa.string())],
-    Kind.PROMPTS: [("conversations", _MESSAGES), ("tools", pa.string())],
+    Kind.PROMPTS: [("conversations", _MESSAGES), ("tools", pa.string()), ("gt", pa.list_(pa.string()))],
     Kind.TASKS: [("conversations", _MESSAGES), ("tools", pa.string()), ("gt", pa.list_(pa.string()))],
 }
 

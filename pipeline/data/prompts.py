@@ -119,7 +119,7 @@ class PromptSet:
         row = self._rows[number]
         messages, tools = _with_system(row["conversations"], system), row["tools"]
         prompt_ids = self._encoder.encode_prompt(messages, tools, open_thinking=open_thinking)
-        return PromptTask(number, prompt_ids, open_thinking, messages, tools, row.get("gt", []))
+        return PromptTask(number, prompt_ids, open_thinking, messages, tools, row["gt"])
 
     def _longest_variant(self, row: dict[str, Any], longest_system: str) -> int:
         system = longest_system if self._system_prompt_frac > 0 and _takes_system(row) else None

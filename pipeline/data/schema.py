@@ -55,16 +55,18 @@ ROW_FIELDS: dict[Kind, tuple[str, ...]] = {
     Kind.PROMPTS: ("conversations",),
     Kind.TASKS: ("conversations", "gt"),
 }
+OPTIONAL_FIELDS: dict[Kind, tuple[str, ...]] = {Kind.PROMPTS: ("gt",)}
 
 
 class Row(NamedTuple):
     """A normalised row and its line (from 1) in the source; for a recipe, its position in the generated set.
 
-    `value` has, by kind: text `{text}`; chat and prompts `{conversations, tools}`; pairs `{chosen, rejected, tools}`; tasks
-    `{conversations, tools, gt}`. Messages are `{role, content}` plus `reasoning_content` and `tool_calls` (a list of
-    `{name, arguments}`) where given; `tools` is None or a list of `{type, function}` (without `type` where the file has none);
-    of prompts and tasks the assistant placeholder is gone. What assistants think stands in `reasoning_content` alone;
-    `thinking_moved` says that the file had some in think tags of a content.
+    `value` has, by kind: text `{text}`; chat `{conversations, tools}`; pairs `{chosen, rejected, tools}`; prompts and tasks
+    `{conversations, tools, gt}`, where the gt of a prompt may be empty. Messages are `{role, content}` plus
+    `reasoning_content` and `tool_calls` (a list of `{name, arguments}`) where given; `tools` is None or a list of
+    `{type, function}` (without `type` where the file has none); of prompts and tasks the assistant placeholder is gone.
+    What assistants think stands in `reasoning_content` alone; `thinking_moved` says that the file had some in think tags of a
+    content.
     """
 
     line: int
@@ -155,7 +157,8 @@ def normalise(value: Any, kind: Kind, faults: list[str]) -> tuple[dict[str, Any]
     if not isinstance(value, dict):
         faults.append(f"must be an object with {_names(fields)}, got {_shown(value)}")
         return {}, False
-    faults += (f"unknown field {_shown(name)}; allowed: {_names(fields)} (docs/data.md)" for name in value if name not in fields)
+    known = fields + OPTIONAL_FIELDS.get(kind, ())
+    faults += (f"unknown field {_shown(name)}; allowed: {_names(known)} (docs/data.md)" for name in value if name not in known)
     missing = [name for name in fields if name not in value]
     faults += (f"{name}: missing" for name in missing)
     if missing:
@@ -174,9 +177,7 @@ def normalise(value: Any, kind: Kind, faults: list[str]) -> tuple[dict[str, Any]
             messages, tools = _messages(value["conversations"], "conversations", faults)
             if not faults and (messages[-1]["role"] != "assistant" or len(messages) == 1):
                 faults.append("conversations: must end in a user or tool message and an assistant placeholder")
-            row: dict[str, Any] = {"conversations": messages[:-1], "tools": tools}
-            if kind is Kind.TASKS:
-                row["gt"] = _answers(value["gt"], faults)
+            row = {"conversations": messages[:-1], "tools": tools, "gt": _answers(value.get("gt", []), faults)}
             return row, not faults and take_apart(messages[:-1], "conversations", faults)
 
 

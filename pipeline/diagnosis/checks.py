@@ -7,6 +7,7 @@ from pipeline.diagnosis.findings import Check, Finding, Limit, Severity
 from pipeline.diagnosis.signals import NO_GAIN, Signals
 
 SUPERVISED = ("pretrain", "full_sft", "lora", "dpo", "reward")
+CHATS = ("full_sft", "lora", "dpo")
 GROUP = ("grpo", "agent")
 ROLLOUT = ("ppo", *GROUP)
 TRAINED = (*SUPERVISED, *ROLLOUT)
@@ -85,6 +86,7 @@ CHECKS = (
         at_end=True,
         unless=("overfitting",),
     ),
+    Check(update_checks.degenerate_samples, CHATS, (), Limit(0.25, 0.5, OWN), at_end=True),
     Check(
         update_checks.gradient_spikes, TRAINED, ("train/grad_norm",), Limit(10.0, None, "prime-rl: spikes come before collapse")
     ),

@@ -74,6 +74,7 @@ class Signals:
         series: every metric by name; missing ones are no fault.
         ended: whether no step will follow.
         evaluation: metrics/eval.json where it is about this run's model: by model, by metric.
+        samples: the newest rows of its sample table.
     """
 
     stage: str
@@ -81,6 +82,7 @@ class Signals:
     series: Mapping[str, Series]
     ended: bool = True
     evaluation: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    samples: Sequence[Mapping[str, Any]] = ()
 
     def param(self, name: str, default: Any = None) -> Any:
         """The value of `<stage>.<name>`; `default` when the record lacks it."""

@@ -1,9 +1,15 @@
 """Checks of what every stage that trains has: losses on training and held-out rows, gradients, skipped steps."""
 
+import re
 from statistics import median
 
 from pipeline.diagnosis.findings import Evidence, Finding, Limit
 from pipeline.diagnosis.signals import MIN_POINTS, NO_GAIN, Signals
+
+MIN_SAMPLES = 4
+SHOWN_CHARS = 60
+MIN_LOOP_CHARS = 8
+_LOOP = re.compile(r"(\S.{0,60}?)\1{3,}", re.DOTALL)
 
 
 def overfitting(run: Signals, limit: Limit) -> Finding | None:
@@ -48,6 +54,27 @@ def nothing_learned(run: Signals, limit: Limit) -> Finding | None:
     changes = "too high or too low" if stuck else "too high, or the training rows are unlike the held-out ones"
     advice = f"{run.key('lr')} is {changes}; {run.key('epochs')}, {run.key('warmup_steps')}"
     return Finding("nothing_learned", severity, sentence, advice, Evidence("val/loss", start.steps[-1], val.steps[-1]))
+
+
+def degenerate_samples(run: Signals, limit: Limit) -> Finding | None:
+    """Greedy answers that loop or never end; `limit` is of their share of the newest samples."""
+    if len(run.samples) < MIN_SAMPLES:
+        return None
+    bad = [row for row in run.samples if row.get("stop") == "length" or _loops(str(row.get("completion", "")))]
+    if not bad or not (severity := limit.reached(len(bad) / len(run.samples))):
+        return None
+    step, text = int(run.samples[0].get("step", 0)), " ".join(str(bad[0].get("completion", "")).split())
+    shown = text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 3] + "..."
+    sentence = f"{len(bad)} of {len(run.samples)} greedy samples loop or never end, such as {shown!r}"
+    advice = f"train longer or at another rate: {run.key('epochs')}, {run.key('lr')}; read the samples beside their rows"
+    return Finding("degenerate_samples", severity, sentence, advice, Evidence("samples", step, step))
+
+
+def _loops(text: str) -> bool:
+    """Whether something is said four times or more in a row: `the the the the`, or a sentence again and again."""
+    words = " ".join(re.sub(r"<[^<>]*>", " ", text).split()) + " "
+    loops = (match[0] for match in _LOOP.finditer(words))
+    return any(len(loop) >= MIN_LOOP_CHARS and re.search(r"[^\W\d]", loop) for loop in loops)
 
 
 def gradient_spikes(run: Signals, limit: Limit) -> Finding | None:

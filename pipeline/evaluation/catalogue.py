@@ -17,6 +17,8 @@ METRICS: dict[str, tuple[str, bool]] = {
     "stops_frac": ("replies that end by themselves", True),
     "qa_exact": ("replies equal to the reference answer, sampled", True),
     "qa_exact_greedy": ("replies equal to the reference answer, greedy", True),
+    "qa_exact_tools_greedy": ("the same where tools are offered that nothing needs", True),
+    "subject_exact_greedy": ("replies equal to the reference answer on the subject of lora, greedy", True),
     "preference_accuracy": ("pairs whose chosen answer gets the higher total logprob (reward: score)", True),
     "reward_mean": ("mean reward of sampled replies", True),
     "tool_success": ("tool tasks with every expected answer in the final reply, sampled", True),
@@ -25,3 +27,6 @@ METRICS: dict[str, tuple[str, bool]] = {
     "tool_valid_frac": ("tool tasks whose calls were all valid, at least one made", True),
 }
 """What each metric is, in the report's words, and whether higher is better."""
+
+OFFERED = "tool_success_offered_"
+"""`tool_success_greedy` of the tasks that offer so many tools: the number follows."""

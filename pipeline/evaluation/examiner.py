@@ -16,7 +16,7 @@ from pipeline.data.prepared import iter_prepared
 from pipeline.data.prompts import PromptSet, PromptTask
 from pipeline.digests import digests
 from pipeline.errors import NumericsError
-from pipeline.evaluation.panel import Examination, Examiner, Panel, questions_of
+from pipeline.evaluation.panel import Examination, Examiner, Panel, last_turns, questions_of, single_turns
 from pipeline.evaluation.results import cached
 from pipeline.model.config import ModelConfig
 from pipeline.model.lora import merge_lora
@@ -108,12 +108,17 @@ def open_panel(
     room = config.max_position_embeddings - params.max_new_tokens
     prompts = open_held_out("rlaif", params, tokenizer, room, params.thinking_ratio, announce)
     tasks = open_held_out("agent", params, tokenizer, room, 0.0, announce, toolbox)
+    tool_tasks = list(islice((task for task in all_tasks(tasks) if task.gt), params.panel_rows))
+    offered = [task.tools for task in tool_tasks if task.tools]
+    questions = partial(questions_of, encoder=encoder, limit=params.panel_rows, max_prompt_len=room)
     return Panel(
         SupervisedBatches(DATA / "encoded/pretrain/held_out.arrow", batch_size=TEXT_BATCH, seed=params.seed, tokenizer=tokenizer),
         PairBatches(DATA / "encoded/dpo/held_out.arrow", batch_size=PAIR_BATCH, seed=params.seed, tokenizer=tokenizer),
-        questions_of(chosen_chats(DATA / "prepared/dpo"), encoder, limit=params.panel_rows, max_prompt_len=room),
+        questions(single_turns(chosen_chats(DATA / "prepared/dpo"))),
+        questions(single_turns(chosen_chats(DATA / "prepared/dpo")), offered=offered),
+        questions(last_turns(iter_prepared(DATA / "prepared/lora", "held_out"))),
         list(islice(all_tasks(prompts), params.panel_rows)),
-        list(islice((task for task in all_tasks(tasks) if task.gt), params.panel_rows)),
+        tool_tasks,
     )
 
 

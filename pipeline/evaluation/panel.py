@@ -2,9 +2,9 @@
 
 import math
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -12,13 +12,14 @@ from torch import Tensor
 
 from pipeline.data.batches import PairBatches, SupervisedBatches
 from pipeline.data.prompts import PromptTask
+from pipeline.evaluation.catalogue import OFFERED
 from pipeline.maths.logprobs import token_logprobs
 from pipeline.model.transformer import CausalLM
 from pipeline.params.schema import Eval
 from pipeline.rewards.scoring import CompletionScorer, earned, solved
 from pipeline.rollout.episodes import read_turn, run_episodes
 from pipeline.rollout.records import Completion, RolloutEngine, StopReason, Trajectory
-from pipeline.text.chat import ChatEncoder
+from pipeline.text.chat import ChatEncoder, Message
 from pipeline.text.tokenizer import Tokenizer
 from pipeline.tools.toolbox import PRESET_TOOLS, Toolbox
 from pipeline.training.device import Device
@@ -55,7 +56,7 @@ class Examination:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A single-turn held-out question with its reference answer."""
+    """A held-out question with its reference answer."""
 
     prompt_ids: list[int]
     reference: str
@@ -63,36 +64,71 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """The rows every model is measured on."""
+    """The rows every model is measured on.
+
+    Attributes:
+        text: windows of documents.
+        pairs: preference pairs.
+        questions: single-turn questions.
+        idle: the same questions, each with the tools of some task, which it does not need.
+        subject: the last questions of the chats that adapters are trained on.
+        prompts: what is answered for a reward.
+        tasks: what needs tools.
+    """
 
     text: SupervisedBatches
     pairs: PairBatches
     questions: list[Question]
+    idle: list[Question]
+    subject: list[Question]
     prompts: list[PromptTask]
     tasks: list[PromptTask]
 
     def size(self) -> int:
         """How many prompts are answered."""
-        return len(self.questions) + len(self.prompts) + len(self.tasks)
+        return sum(map(len, (self.questions, self.idle, self.subject, self.prompts, self.tasks)))
 
 
-def questions_of(rows: Iterable[dict[str, Any]], encoder: ChatEncoder, *, limit: int, max_prompt_len: int) -> list[Question]:
-    """The first `limit` single-turn chats without system message, tools or reasoning: those that have one right form.
+Asked = tuple[list[Message], str]
+"""The messages up to a question, and the reference answer."""
+
+
+def single_turns(rows: Iterable[dict[str, Any]]) -> Iterator[Asked]:
+    """The single-turn chats without system message, tools or reasoning: those that have one right form."""
+    for row in rows:
+        if [message["role"] for message in row["conversations"]] == ["user", "assistant"]:
+            yield from last_turns([row])
+
+
+def last_turns(rows: Iterable[dict[str, Any]]) -> Iterator[Asked]:
+    """Chats without tools up to their last answer, where that is no more than text."""
+    for row in rows:
+        *messages, last = row["conversations"]
+        if not row["tools"] and last["role"] == "assistant" and not last.get("reasoning_content") and last["content"].strip():
+            yield messages, last["content"]
+
+
+def questions_of(
+    chats: Iterable[Asked],
+    encoder: ChatEncoder,
+    *,
+    limit: int,
+    max_prompt_len: int,
+    offered: Sequence[list[dict[str, Any]] | None] = (None,),
+) -> list[Question]:
+    """The first `limit` questions that are short enough.
 
     Args:
-        rows: prepared chats.
-        encoder: encodes the question with its generation prompt.
+        chats: what is asked, and the reference answers.
+        encoder: encodes a question with its generation prompt.
         limit: most questions.
-        max_prompt_len: longer questions, in tokens, are passed over.
+        max_prompt_len: longer ones, in tokens, are passed over.
+        offered: tools for each question, taken in turn; without any there are no questions.
     """
-    chats = (
-        row["conversations"]
-        for row in rows
-        if [message["role"] for message in row["conversations"]] == ["user", "assistant"]
-        and not row["tools"]
-        and not row["conversations"][1].get("reasoning_content")
+    questions = (
+        Question(encoder.encode_prompt(messages, tools), reference)
+        for (messages, reference), tools in zip(chats, cycle(offered), strict=False)
     )
-    questions = (Question(encoder.encode_prompt(chat[:1]), chat[1]["content"]) for chat in chats)
     return list(islice((question for question in questions if len(question.prompt_ids) <= max_prompt_len), limit))
 
 
@@ -125,6 +161,8 @@ class Examiner:
         engine = open_engine(model, self.tokenizer, self.device, max_rows=self.params.batch_size)
         with torch.inference_mode():
             values = self.text_values(model) | self.preference_values(model)
+        asked = {"qa_exact_tools_greedy": self.panel.idle, "subject_exact_greedy": self.panel.subject}
+        values |= {name: self.exact_greedy(engine, questions) for name, questions in asked.items()}
         return Examination(values) | self.questions(engine) | self.rewards(engine) | self.tools(engine)
 
     def text_values(self, model: CausalLM) -> RowValues:
@@ -176,10 +214,7 @@ class Examiner:
             temperature=self.params.temperature,
             greedy=[False] * len(questions) + [True] * len(questions),
         )
-        exact = [
-            float(normalised(self.answer_of(done)) == normalised(question.reference))
-            for question, done in zip(questions * 2, completions, strict=True)
-        ]
+        exact = [self.equal(done, question) for question, done in zip(questions * 2, completions, strict=True)]
         sampled = completions[: len(questions)]
         values = {
             "qa_exact": exact[: len(questions)],
@@ -192,9 +227,21 @@ class Examiner:
         ]
         return Examination(values, samples[:SAMPLES_PER_TASK])
 
-    def answer_of(self, completion: Completion) -> str:
-        """What a reply to a prompt that asks for no thinking answers; the thinking of a reference was taken apart as well."""
-        return read_turn(self.tokenizer, completion, open_thinking=False).parsed.answer
+    def exact_greedy(self, engine: RolloutEngine, questions: Sequence[Question]) -> list[float]:
+        """1.0 where the greedy reply is the reference answer."""
+        completions = engine.generate(
+            [question.prompt_ids for question in questions],
+            keys=range(len(questions)),  # which no greedy reply depends on
+            max_new_tokens=self.params.max_new_tokens,
+            temperature=self.params.temperature,
+            greedy=True,
+        )
+        return [self.equal(done, question) for question, done in zip(questions, completions, strict=True)]
+
+    def equal(self, reply: Completion, question: Question) -> float:
+        """1.0 where the answer of a reply is the reference, in the normal form of texts; neither asks for thinking."""
+        answer = read_turn(self.tokenizer, reply, open_thinking=False).parsed.answer
+        return float(normalised(answer) == normalised(question.reference))
 
     def rewards(self, engine: RolloutEngine) -> Examination:
         """Total reward and every term of sampled replies to the held-out prompts."""
@@ -221,6 +268,11 @@ class Examiner:
             "tool_valid_frac": [float(calls_valid(t)) for t in sampled],
             "tool_success_greedy": success[len(tasks) :],
         }
+        offered = [len(task.tools or ()) for task in tasks]
+        for number in sorted(set(offered)):
+            values[f"{OFFERED}{number}"] = [
+                done for done, own in zip(success[len(tasks) :], offered, strict=True) if own == number
+            ]
         samples = [
             self.sample("tool task", t.prompt_ids, t.ids, score, expected=", ".join(task.gt))
             for task, t, score in zip(tasks, sampled, success[: len(tasks)], strict=True)

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pipeline.evaluation.catalogue import METRICS, PARENTS
+from pipeline.evaluation.catalogue import METRICS, OFFERED, PARENTS
 from pipeline.evaluation.panel import RowValues
 from pipeline.evaluation.results import chance_of, estimates_of, verdicts_of
 from pipeline.evaluation.statistics import Estimate, Verdict
@@ -85,17 +85,8 @@ def markdown(
         lines.append(f"| {model} | " + " | ".join(cells) + " |")
     if chance:
         lines.append("| *chance* | " + " | ".join(chance.get(name, "-") for name in shown) + " |")
-    lines += ["", "## Reward terms", ""]
-    terms = sorted({name for metrics in estimates.values() for name in metrics if name.startswith("reward_term_")})
-    if terms:
-        lines += [
-            "| model | " + " | ".join(t.removeprefix("reward_term_") for t in terms) + " |",
-            "| --- |" + " --- |" * len(terms),
-        ]
-        lines += [
-            f"| {model} | " + " | ".join(_cell(metrics.get(name)) for name in terms) + " |"
-            for model, metrics in estimates.items()
-        ]
+    lines += ["", "## Tool tasks by number of tools offered, greedy", "", *_family(estimates, OFFERED)]
+    lines += ["", "## Reward terms", "", *_family(estimates, "reward_term_")]
     lines += [
         "",
         "## Against the parent",
@@ -113,6 +104,21 @@ def markdown(
     lines += ["", "## Metrics", "", *(f"- `{name}`: {METRICS[name][0]}" for name in shown)]
     lines += ["", "## Learning curves", "", *(f"![{Path(name).stem}]({name})" for name in curves), ""]
     return "\n".join(lines)
+
+
+def _family(estimates: Mapping[str, Mapping[str, Estimate]], prefix: str) -> list[str]:
+    """A table of the metrics that begin so; nothing where no model has one."""
+    names = sorted({name for metrics in estimates.values() for name in metrics if name.startswith(prefix)})
+    if not names:
+        return []
+    return [
+        "| model | " + " | ".join(name.removeprefix(prefix) for name in names) + " |",
+        "| --- |" + " --- |" * len(names),
+        *(
+            f"| {model} | " + " | ".join(_cell(metrics.get(name)) for name in names) + " |"
+            for model, metrics in estimates.items()
+        ),
+    ]
 
 
 def _cell(estimate: Estimate | None) -> str:

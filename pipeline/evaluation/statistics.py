@@ -59,6 +59,17 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float], confidence
     return Estimate(float(top.sum() / bottom.sum()), float(low), float(high), len(top))
 
 
+def paired(values: Sequence[float], others: Sequence[float], confidence: float) -> Estimate:
+    """Mean difference of two models on the same rows, with its bootstrap interval.
+
+    Raises:
+        ValueError: no rows, or the two were not measured on the same ones.
+    """
+    if len(values) != len(others):
+        raise ValueError(f"paired rows differ in number: {len(values)} and {len(others)}")
+    return mean([own - other for own, other in zip(values, others, strict=True)], confidence)
+
+
 def verdict(values: Sequence[float], parent_values: Sequence[float], confidence: float, *, higher_is_better: bool) -> Verdict:
     """Paired comparison on the same rows: the bootstrap interval of the mean difference excludes 0, or it does not.
 
@@ -67,13 +78,9 @@ def verdict(values: Sequence[float], parent_values: Sequence[float], confidence:
     Raises:
         ValueError: the two models were not measured on the same rows.
     """
-    if len(values) != len(parent_values):
-        raise ValueError(f"paired rows differ in number: {len(values)} and {len(parent_values)}")
-    difference = np.asarray(values, dtype=np.float64) - np.asarray(parent_values, dtype=np.float64)
-    resampled = difference[_resamples(len(difference))].mean(axis=1)
-    low, high = np.quantile(resampled, [0.5 - confidence / 2, 0.5 + confidence / 2])
-    if len(difference) > 1 and (low > 0 or high < 0):
-        return "better" if (low > 0) == higher_is_better else "worse"
+    difference = paired(values, parent_values, confidence)
+    if difference.n > 1 and (difference.low > 0 or difference.high < 0):
+        return "better" if (difference.low > 0) == higher_is_better else "worse"
     return "no clear difference"
 
 

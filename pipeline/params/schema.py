@@ -332,6 +332,8 @@ GatedMetric = Literal[
     "stops_frac",
     "qa_exact",
     "qa_exact_greedy",
+    "qa_exact_tools_greedy",
+    "subject_exact_greedy",
     "preference_accuracy",
     "reward_mean",
     "tool_success",

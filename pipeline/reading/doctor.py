@@ -130,7 +130,8 @@ def diagnose_run(folder: RunFolder, root: Path, home: Path) -> Diagnosis:
     """All that the record of a run says about its health, and metrics/eval.json where it is about this run's model."""
     record = Record(folder)
     state, fine = _state(record)
-    signals = Signals(record.stage, record.params, record.metrics, not record.alive, evaluation_of(folder, root, home))
+    evaluation = evaluation_of(folder, root, home)
+    signals = Signals(record.stage, record.params, record.metrics, not record.alive, evaluation, record.newest_samples())
     findings = findings_of(signals)
     severities = [fine, *(finding.severity for finding in findings)]
     return Diagnosis(

@@ -22,6 +22,7 @@ _UP = (
     # Of an evaluation. `pipeline.evaluation` has their list, but imports torch; a test compares the two.
     "*/stops_frac",
     "*/qa_exact*",
+    "*/subject_exact*",
     "*/preference_accuracy",
     "*/reward_mean",
     "*/reward_term_*",

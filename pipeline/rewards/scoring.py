@@ -24,7 +24,8 @@ NOTHING = Turn("", ParsedTurn(thinking=None, answer="", calls=[], malformed_call
 class Scored:
     """The reward of one trajectory and the named terms it is made of.
 
-    `good`: the task was solved (every expected answer found); for prompts without expected answers, the reward is positive.
+    `good`: the task was solved (every expected answer found by a reply that ended by itself); for prompts without expected
+    answers, the reward is positive.
     """
 
     total: float
@@ -76,7 +77,10 @@ def model_scores(model: RewardScorer, items: Sequence[Reply]) -> list[float]:
 
 @dataclass(slots=True)
 class CompletionScorer:
-    """Rewards of single-turn completions (ppo, grpo); the reward model scores all answers in one call."""
+    """Rewards of single-turn completions (ppo, grpo); the reward model scores all answers in one call.
+
+    A tool that a prompt offers cannot have answered anything, so an expected answer counts wherever the reply holds it.
+    """
 
     params: Rewards
     model: RewardScorer
@@ -90,6 +94,8 @@ class CompletionScorer:
         )
         scored = []
         for task, trajectory, turn, score in zip(tasks, trajectories, turns, scores, strict=True):
+            found = earned_answers(task.gt, trajectory, asked=asked_by(task), tools_offered=())
+            finished = trajectory.stop is StopReason.EOS
             if legacy:
                 terms = minimind.completion_terms(turn.text, score)
             else:
@@ -97,11 +103,12 @@ class CompletionScorer:
                     turn.parsed,
                     open_thinking=task.open_thinking,
                     model_score=score,
-                    finished=trajectory.stop is StopReason.EOS,
+                    finished=finished,
+                    found=found,
                     params=self.params,
                 )
             total = total_reward(terms)
-            scored.append(Scored(total, terms, total > 0))
+            scored.append(Scored(total, terms, finished and all(found) if task.gt else total > 0))
         return scored
 
 

@@ -31,11 +31,16 @@ class Toolbox:
     own: Mapping[str, Tool] = field(default_factory=dict)
     own_check: Check | None = None
 
+    @property
+    def tools(self) -> Mapping[str, Tool]:
+        """Every tool that may be offered, by name; both presets have the same six."""
+        return {**TOOLS, **self.own}
+
     def call(self, name: str, arguments: Any, offered: Collection[str] | None = None) -> ToolResult:
         """The result of a call, or an error to read; never raises, whatever JSON the model wrote."""
         if self.preset == "minimind" and name not in [*self.own]:
             return minimind_result(name, arguments)
-        return call_tool(name, arguments, offered, {**TOOLS, **self.own})
+        return call_tool(name, arguments, offered, self.tools)
 
     def offer_fault(self, tools: Sequence[Mapping[str, Any]]) -> str | None:
         """Why calls that fit these function objects cannot all be answered here, with the tool's name; None where they can."""

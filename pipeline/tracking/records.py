@@ -135,6 +135,15 @@ class Record:
         """What it generated, a row each, `step` first; none once `pipeline gc` has removed them."""
         return read_samples(self.folder.samples)
 
+    def newest_samples(self) -> list[dict[str, Any]]:
+        """What it generated last: the rows of the highest step that has any."""
+        rows: list[dict[str, Any]] = []
+        for row in self.samples():
+            if rows and row["step"] != rows[0]["step"]:
+                rows = []
+            rows.append(row)
+        return rows
+
 
 def last_changed(path: Path) -> float:
     """Unix time; 0 for what has gone meanwhile, such as a run that `pipeline gc` removes."""

@@ -24,13 +24,17 @@ _TOOL_SYSTEMS = {"en": ("", "You can use tools."), "zh": ("", "你可以使用�
 
 
 def chat(random: Random, language: str, recipe: Recipe) -> dict[str, Any]:
-    """Returns a full_sft row: a question, a conversation with follow-ups, or a conversation with tools."""
+    """Returns a full_sft row: a question, a conversation with follow-ups, or a conversation with tools.
+
+    Some of the first two offer tools as well, which nothing in them needs.
+    """
     kind = draw(random, recipe.chats)
     if kind == "tools":
         return {"conversations": _tool_chat(random, language, recipe)}
     questions = _questions(random, language, recipe, follow_ups=kind == "conversation")
     thinks = random.random() < recipe.question_thinks_frac
-    messages = _system(random, language, recipe)
+    idle = random.random() < recipe.idle_tools_frac
+    messages = [_tool_system(random, language, _offered(random, recipe))] if idle else _system(random, language, recipe)
     for question in questions:
         messages += [_user(question.text), _answer(random, question, recipe, thinks)]
     return {"conversations": messages}
@@ -47,15 +51,17 @@ def preference(random: Random, language: str, recipe: Recipe) -> dict[str, Any]:
 
 
 def prompt(random: Random, language: str, recipe: Recipe) -> dict[str, Any]:
-    """Returns an rlaif row: a question to answer."""
-    messages, _ = _asked(random, language, recipe)
-    return {"conversations": [*messages, {"role": "assistant", "content": "空"}]}
+    """Returns an rlaif row: a question to answer, with what a right reply must hold where the world knows it."""
+    messages, question = _asked(random, language, recipe)
+    row: dict[str, Any] = {"conversations": [*messages, {"role": "assistant", "content": "空"}]}
+    return row | {"gt": list(question.answers)} if question.answers else row
 
 
 def task(random: Random, language: str, recipe: Recipe) -> dict[str, Any]:
     """Returns an agent row: one request of 1 to 3 items, with the answers that the final reply must hold."""
     requests = _requests(random, language, recipe)
-    messages = [_tool_system(random, language, recipe, requests), *_earlier(random, language, recipe)]
+    offered = _offered(random, recipe, [asked.tool for asked in requests])
+    messages = [_tool_system(random, language, offered), *_earlier(random, language, recipe)]
     messages += [_user(said_together(random, requests)), {"role": "assistant", "content": ""}]
     return {"conversations": messages, "gt": [request.gt for request in requests]}
 
@@ -77,12 +83,12 @@ def _questions(random: Random, language: str, recipe: Recipe, *, follow_ups: boo
 
 def _tool_chat(random: Random, language: str, recipe: Recipe) -> list[Message]:
     exchanges = [_requests(random, language, recipe)]
+    offered = _offered(random, recipe, [asked.tool for asked in exchanges[0]])
     for _ in range(COUNTS[draw(random, recipe.exchanges)] - 1):
-        # Later requests use the same tools: the long tool block is read once for several calls.
-        tools = [asked.tool for asked in exchanges[0]]
-        exchanges.append([request(random, language, random.choice(tools))])
+        # Later requests use what is offered, rare tools too: the long tool block is read once for several calls.
+        exchanges.append([request(random, language, random.choice(offered))])
     thinks = random.random() < recipe.tool_thinks_frac
-    messages = [_tool_system(random, language, recipe, exchanges[0])]
+    messages = [_tool_system(random, language, offered)]
     messages += _earlier(random, language, recipe)
     for requests in exchanges:
         messages += _exchange(random, language, recipe, requests, thinks)
@@ -122,12 +128,17 @@ def _requests(random: Random, language: str, recipe: Recipe) -> list[Request]:
     return requests
 
 
-def _tool_system(random: Random, language: str, recipe: Recipe, requests: Sequence[Request]) -> Message:
-    names = sorted({asked.tool for asked in requests})
-    if len(names) == 1 and random.random() < recipe.spare_tool_frac:
-        names.append(random.choice([name for name in TOOL_NAMES if name not in names]))
+def _offered(random: Random, recipe: Recipe, needed: Sequence[str] = ()) -> list[str]:
+    """The names of the tools that a conversation offers, in any order: those that it needs, and others."""
+    names = sorted(set(needed))
+    spare = [name for name in TOOL_NAMES if name not in names]
+    names += random.sample(spare, max(0, COUNTS[draw(random, recipe.offered)] - len(names)))
     random.shuffle(names)
-    tools = json.dumps([tool_schema(name, language) for name in names], ensure_ascii=False)
+    return names
+
+
+def _tool_system(random: Random, language: str, offered: Sequence[str]) -> Message:
+    tools = json.dumps([tool_schema(name, language) for name in offered], ensure_ascii=False)
     return {"role": "system", "content": random.choice(_TOOL_SYSTEMS[language]), "tools": tools}
 
 

@@ -25,7 +25,10 @@ OBJECTS = {
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`sentence` is the good answer, `value` its bare core, `wrong` a sentence of the same form that is false."""
+    """`sentence` is the good answer, `value` its bare core, `wrong` a sentence of the same form that is false.
+
+    `answers` is what a right reply must hold, however it is worded; empty for small talk, which has no right answer.
+    """
 
     language: str
     text: str
@@ -33,6 +36,7 @@ class Question:
     value: str
     wrong: str
     thought: str
+    answers: tuple[str, ...] = ()
 
 
 def join(language: str, *sentences: str) -> str:
@@ -65,6 +69,7 @@ def about(random: Random, language: str, relation: Relation, subject: str, text:
         value,
         capitalised(wording.answer.format(s=subject, v=other(random, values, value))),
         wording.thought.format(s=subject),
+        (value,),
     )
 
 
@@ -77,7 +82,7 @@ def pair(random: Random, language: str) -> Question:
     text, sentence = (template.format(s=s, t=t, v=v, w=w) for template in (wording.pair_question, wording.pair_answer))
     wrong = wording.pair_answer.format(s=s, t=t, v=other(random, values, v), w=w)
     value = f"{v} and {w}" if language == "en" else f"{v}和{w}"
-    return Question(language, text, capitalised(sentence), value, capitalised(wrong), wording.thought.format(s=s))
+    return Question(language, text, capitalised(sentence), value, capitalised(wrong), wording.thought.format(s=s), (v, w))
 
 
 # Told, asked, answered, thought; {a} and {b} are people, {x} and {y} what is told about them, {o} an object.
@@ -136,6 +141,7 @@ def story(random: Random, language: str) -> Question:
         x,
         answered.format(**names, x=y, o=o),
         thought.format(**names),
+        (x,),
     )
 
 

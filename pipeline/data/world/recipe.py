@@ -33,10 +33,11 @@ class Recipe(BaseModel):
     tools: Mixture
     items: Mixture
     exchanges: Mixture
+    offered: Mixture
     question_thinks_frac: Frac
     tool_thinks_frac: Frac
     system_frac: Frac
-    spare_tool_frac: Frac
+    idle_tools_frac: Frac
     earlier_turn_frac: Frac
 
     @model_validator(mode="after")
@@ -62,8 +63,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "tools": TOOL_NAMES,
     "items": ("one", "two", "three"),
     "exchanges": ("one", "two", "three"),
+    "offered": ("one", "two", "three", "four", "five", "six"),
 }
-COUNTS = {"one": 1, "two": 2, "three": 3}
+COUNTS = {"one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6}
 
 
 def check_recipe(recipe: Mapping[str, Any]) -> Recipe:

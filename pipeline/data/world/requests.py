@@ -84,7 +84,7 @@ _SAID: dict[str, dict[str, tuple[str, tuple[str, ...], str, str]]] = {
         "zh": ("把{q}", ("{q}怎么说？", "我想把{q}。"), "译文是{r}", "我应该用工具来翻译这段文本。"),
     },
 }
-_POLITE = {"en": ("Please {}.", "Can you {}?", "I want you to {}."), "zh": ("请{}。", "帮我{}。", "麻烦你{}。")}
+_POLITE = {"en": ("Please {}.", "Can you {}?", "I want you to {}.", "{}."), "zh": ("请{}。", "帮我{}。", "麻烦你{}。", "{}。")}
 _THEN = {"en": (" and ", " and then "), "zh": ("，再", "，然后")}
 
 
@@ -113,7 +113,7 @@ def request(random: Random, language: str, tool: str) -> Request:
     shown, gt, guessed = _OUTCOMES[tool](random, language, json.loads(result.content))
     clause, texts, reply, thought = _SAID[tool][language]
     clause = clause.format(q=subject)
-    polite = random.choice(_POLITE[language]).format(clause)
+    polite = capitalised(random.choice(_POLITE[language]).format(clause))
     text = random.choice([capitalised(text.format(q=subject)) for text in texts] + [polite])
     true, false = (reply.format(q=subject, r=value) for value in (shown, guessed))
     return Request(language, tool, arguments, clause, text, result.content, true, false, gt, thought.format(q=subject))
@@ -125,7 +125,7 @@ def said_together(random: Random, requests: Sequence[Request]) -> str:
         return requests[0].text
     language = requests[0].language
     clauses = random.choice(_THEN[language]).join(request.clause for request in requests)
-    return random.choice(_POLITE[language]).format(clauses)
+    return capitalised(random.choice(_POLITE[language]).format(clauses))
 
 
 def replied_together(language: str, clauses: Sequence[str]) -> str:
