@@ -91,7 +91,7 @@ class UnseenRows:
         """
         rows, last = self._recipe["rows"], max(self._keys(name, "held_out"))
         for raw in generate(name, {**self._recipe, **changes, "rows": {**rows, name: 100 * rows[name]}}):
-            row = normalise(raw, SET_KINDS[name], [])
+            row, _ = normalise(raw, SET_KINDS[name], [])
             key = prompt_key(row, SET_KINDS[name], self._seed)
             if key <= last and key not in self._trained:
                 yield row

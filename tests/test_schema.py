@@ -151,7 +151,7 @@ def test_pairs_are_compared_with_their_thinking_apart(tmp_path):
 
 def test_a_placeholder_is_thrown_away_whatever_it_says(tmp_path):
     (row,) = read_source(write(tmp_path, {"conversations": [user(), assistant("R</think>A")]}), "rlaif")
-    assert row == Row(1, {"tools": None, "conversations": [user()]})
+    assert row == Row(1, {"tools": None, "conversations": [user()], "gt": []})
 
 
 FAULTS = [
