@@ -12,7 +12,8 @@ from benchmarks.report import Report
 from benchmarks.sampling import Workload, open_ours, sample_ours
 from benchmarks.setting import Setting
 from pipeline.maths.supervised import cross_entropy_sum
-from pipeline.model.config import ModelConfig, num_parameters
+from pipeline.model.config import ModelConfig
+from pipeline.params.sizes import num_parameters
 
 USUAL: dict[str, Any] = {"rows": 32, "length": 64, "group": 1}
 CHANGES: dict[str, list[int]] = {"rows": [1, 8, 32, 128], "length": [16, 64, 256], "group": [1, 4, 16, 32]}
@@ -28,7 +29,7 @@ def growth(setting: Setting) -> Report:
             work = USUAL | {changed: value}
             rows.append((f"{changed} {value}", *_rates(setting, config_of("micro"), **work)))
     for name, config in _sizes():
-        rows.append((f"model {name} ({num_parameters(config) / 1e6:.1f}M)", *_rates(setting, config, **USUAL)))
+        rows.append((f"model {name} ({num_parameters(config, config.vocab_size) / 1e6:.1f}M)", *_rates(setting, config, **USUAL)))
     columns = ("changed", "sampled tokens/s", "trained tokens/s", "6 N tokens/s of training, GFLOP/s")
     workload = (
         f"{USUAL['rows']} rows, {PROMPT} prompt tokens (one prompt per group) and {USUAL['length']} new ones; training reads "
@@ -67,4 +68,4 @@ def _rates(setting: Setting, config: ModelConfig, *, rows: int, length: int, gro
         return statistics.median(amount / seconds for amount, seconds in taken)
 
     sampled, trained = rate(lambda: sample_ours(engine, work)), rate(train)
-    return f"{sampled:,.0f}", f"{trained:,.0f}", f"{6 * num_parameters(config) * trained / 1e9:.0f}"
+    return f"{sampled:,.0f}", f"{trained:,.0f}", f"{6 * num_parameters(config, config.vocab_size) * trained / 1e9:.0f}"

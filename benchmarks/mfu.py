@@ -12,7 +12,8 @@ from benchmarks.report import Bar, Report
 from benchmarks.setting import Setting
 from benchmarks.supervised import our_steps
 from pipeline.data.batches import Batch
-from pipeline.model.config import ModelConfig, num_parameters
+from pipeline.model.config import ModelConfig
+from pipeline.params.sizes import num_parameters
 
 ROWS = {"cpu": 4, "cuda": 64}
 STEPS = {"cpu": 1, "cuda": 20}
@@ -42,7 +43,7 @@ class FullRows:
 def flops_per_token(config: ModelConfig, length: int) -> float:
     """Of forward and backward pass: six per weight, and causal attention's two products over half the row on average."""
     attention = 6 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * length
-    return 6.0 * num_parameters(config) + attention
+    return 6.0 * num_parameters(config, config.vocab_size) + attention
 
 
 def mfu(setting: Setting) -> Report:

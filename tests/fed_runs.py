@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.digests import digest
-from pipeline.lineage.declaration import read_lock
+from pipeline.lineage.declaration import Declaration, declaration, read_lock
+from pipeline.lineage.overrides import write_overrides
 from pipeline.params import load_params
 from pipeline.stage import stage_run
 from pipeline.tracking.replay import send_missing
@@ -23,12 +24,12 @@ stages:
   agent:
     cmd: exec python
     deps: [data/code/agent.json, data/prepared/agent]
-    params: [agent]
+    params: [agent.lr, agent.loss, agent.seed]
     outs: [checkpoints/agent.pth]
   eval:
     cmd: exec python
     deps: [data/prepared/agent, checkpoints/agent.pth]
-    params: [eval]
+    params: [eval.panel_rows]
 artifacts:
   minimind-agent: {path: checkpoints/agent.pth, type: model}
 """
@@ -55,10 +56,12 @@ def train(
 
     The agent's 47 steps sample three rows each; `eval` finds that its success is `lr`.
     """
-    runtime = load_params(ROOT / "params.yaml").runtime.model_copy(update={"mlflow": False, "progress": "off"})
-    params = {stage: {"lr": lr, "seed": 7, "loss": "cispo"}} if stage == "agent" else {stage: {"rows": 8}}
-    inputs = ["data/prepared/agent", *([] if stage == "agent" else ["checkpoints/agent.pth"])]
-    with suppress(SystemExit), stage_run(stage, params=params, inputs=inputs, runtime=runtime, root=root) as run:
+    if stage == "agent":
+        write_overrides(root / "params.yaml", {"agent.lr": lr, "agent.seed": 7})
+    params = load_params(root / "params.yaml")
+    runtime = params.runtime.model_copy(update={"mlflow": False, "progress": "off"})
+    used = declaration(stage, params, dvc_file=root / "dvc.yaml")
+    with suppress(SystemExit), stage_run(stage, params=used.params, inputs=used.deps, runtime=runtime, root=root) as run:
         for step in range(1, 48) if stage == "agent" else [0]:
             if stage != "agent":
                 run.log(step, {"agent/tool_success": lr})
@@ -72,23 +75,24 @@ def train(
         if stage == "agent":
             (root / "checkpoints/agent.pth").write_text(f"weights of {lr}" if weights is None else weights)
     if recorded:
-        _record(root, stage, params, inputs)
+        _record(root, stage, used)
     folder: RunFolder = run.folder
     return folder
 
 
 def record_again(root: Path) -> None:
     """DVC takes over what the agent's last run made."""
-    _record(root, "agent", read_lock(root / "dvc.lock")["agent"].params, ["data/prepared/agent"])
+    _record(root, "agent", Declaration(["data/prepared/agent"], read_lock(root / "dvc.lock")["agent"].params))
 
 
-def _record(root: Path, stage: str, params: dict[str, Any], inputs: list[str]) -> None:
+def _record(root: Path, stage: str, used: Declaration) -> None:
     """What DVC writes after a stage has ended well."""
     lock = root / "dvc.lock"
     known = json.loads(lock.read_text()) if lock.exists() else {"schema": "2.0", "stages": {}}
-    deps = [{"path": path, "md5": digest(root / path)} for path in [*inputs, f"data/code/{stage}.json"] if (root / path).exists()]
+    read = [path for path in [*used.deps, f"data/code/{stage}.json"] if (root / path).exists()]
+    deps = [{"path": path, "md5": digest(root / path)} for path in read]
     outs = [{"path": "checkpoints/agent.pth", "md5": digest(root / "checkpoints/agent.pth")}] if stage == "agent" else []
-    known["stages"][stage] = {"deps": deps, "params": {"params.yaml": params}, "outs": outs}
+    known["stages"][stage] = {"deps": deps, "params": {"params.yaml": used.params}, "outs": outs}
     lock.write_text(json.dumps(known))
 
 

@@ -26,8 +26,8 @@ from benchmarks.setting import needs
 from benchmarks.supervised import Padded, our_steps, positions, transformers_steps, useful
 from pipeline.data.batches import SupervisedBatches
 from pipeline.errors import DataError
-from pipeline.model.config import num_parameters
 from pipeline.params import load_params
+from pipeline.params.sizes import num_parameters
 from pipeline.rollout.records import StopReason
 from pipeline.rollout.torch_engine import TorchRolloutEngine
 from pipeline.text.tokenizer import Tokenizer
@@ -91,7 +91,7 @@ def test_padding_changes_neither_rows_nor_loss(tokenizer: Tokenizer, encoded: Pa
 
 def test_flops_are_those_of_the_weights_and_of_attention() -> None:
     config = config_of("minimind")
-    assert num_parameters(config) == 63_912_192  # what the profile says
+    assert num_parameters(config, config.vocab_size) == 63_912_192  # what the profile says
     attention = 6 * 8 * 768 * 340
     assert flops_per_token(config, 340) == 6 * 63_912_192 + attention
     assert FullRows(2, 5, 9).batch(0, 0).num_trained == 10

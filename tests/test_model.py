@@ -24,7 +24,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from pipeline.checkpoint.foreign import load_foreign
 from pipeline.errors import ParamsError
 from pipeline.model import transformer
-from pipeline.model.config import ModelConfig, num_parameters
+from pipeline.model.config import ModelConfig
 from pipeline.model.heads import RewardModel, ValueModel
 from pipeline.model.interop import qwen3_config, stack_experts, unstack_experts
 from pipeline.model.moe import MixtureOfExperts
@@ -32,6 +32,7 @@ from pipeline.model.norm import RMSNorm
 from pipeline.model.rope import apply_rope, rope_frequencies, rope_tables
 from pipeline.model.transformer import CausalLM
 from pipeline.params.schema import ModelParams, RopeScaling
+from pipeline.params.sizes import num_parameters
 
 ROOT = Path(__file__).parents[1]
 ORACLE = ROOT.parent / "shared" / "data" / "oracle"
@@ -284,12 +285,12 @@ MINIMIND = {
 @pytest.mark.parametrize(("use_moe", "expected"), [(False, 63_912_192), (True, 198_416_640)])
 def test_minimind_has_its_number_of_parameters(use_moe, expected):
     config = replace(SMALL, vocab_size=6400, use_moe=use_moe, **MINIMIND)
-    assert num_parameters(config) == expected
+    assert num_parameters(config, config.vocab_size) == expected
 
 
 @pytest.mark.parametrize("config", [SMALL, MOE])
 def test_num_parameters_counts_what_the_model_holds(config):
-    assert num_parameters(config) == sum(parameter.numel() for parameter in CausalLM(config).parameters())
+    assert num_parameters(config, config.vocab_size) == sum(parameter.numel() for parameter in CausalLM(config).parameters())
 
 
 def test_config_survives_json_and_refuses_nonsense():

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from pipeline.params import sizes
 from pipeline.params.schema import ModelParams, RopeScaling
 
 
@@ -53,8 +52,3 @@ class ModelConfig:
         if not isinstance(vocab_size, int) or vocab_size < 1:
             raise ValueError(f"vocab_size={vocab_size!r}: must be an integer >= 1")
         return cls.from_params(ModelParams.model_validate(section), vocab_size)
-
-
-def num_parameters(config: ModelConfig) -> int:
-    """Number of trainable parameters; the tied embedding and head count once."""
-    return sizes.num_parameters(config, config.vocab_size)

@@ -11,8 +11,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from pipeline.errors import DiskSpaceError
-from pipeline.model.config import ModelConfig, num_parameters
-from pipeline.params.schema import Runtime
+from pipeline.params.schema import ModelParams, Runtime
+from pipeline.params.sizes import num_parameters
 from pipeline.tracking.run_folder import RunFolder
 
 FLOAT_BYTES = 4
@@ -67,7 +67,7 @@ def _trained_bytes(stage: str, root: Path, params: Mapping[str, Any], inputs: Se
         return 0
     if "model" in params:  # from the beginning
         vocab_size = Tokenizer.from_file(str(root / "data/tokenizer/tokenizer.json")).get_vocab_size()
-        return FLOAT_BYTES * num_parameters(ModelConfig.from_dict({**params["model"], "vocab_size": vocab_size}))
+        return FLOAT_BYTES * num_parameters(ModelParams.model_validate(params["model"]), vocab_size)
     start = max((path for path in (root / name for name in inputs) if path.suffix == ".pth"), key=_size, default=None)
     if start is None:
         return 0
