@@ -86,7 +86,7 @@ class Panel:
 
     def size(self) -> int:
         """How many prompts are answered."""
-        return sum(map(len, (self.questions, self.idle, self.subject, self.prompts, self.tasks)))
+        return sum(len(asked) for asked in (self.questions, self.idle, self.subject, self.prompts, self.tasks))
 
 
 Asked = tuple[list[Message], str]

@@ -222,8 +222,8 @@ _SMALL_TALK = {
 
 def small_talk(random: Random, language: str) -> Question:
     """Returns a greeting, thanks, or a question about the assistant itself."""
-    asked, *rest = random.choice(_SMALL_TALK[language])
-    return Question(language, random.choice(asked), *rest)
+    asked, sentence, value, wrong, thought = random.choice(_SMALL_TALK[language])
+    return Question(language, random.choice(asked), sentence, value, wrong, thought)
 
 
 QUESTIONS = {"fact": fact, "pair": pair, "story": story, "small_talk": small_talk}
