@@ -4,7 +4,7 @@
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -59,7 +59,7 @@ def prompt(random: Random, language: str, recipe: Recipe) -> dict[str, Any]:
 
 def task(random: Random, language: str, recipe: Recipe) -> dict[str, Any]:
     """Returns an agent row: one request of 1 to 3 items, with the answers that the final reply must hold."""
-    requests = _requests(random, language, recipe.items, recipe.tools)
+    requests = _requests(random, language, recipe)
     offered = _offered(random, recipe, [asked.tool for asked in requests])
     messages = [_tool_system(random, language, offered), *_earlier(random, language, recipe)]
     messages += [_user(said_together(random, requests)), {"role": "assistant", "content": ""}]
@@ -82,11 +82,12 @@ def _questions(random: Random, language: str, recipe: Recipe, *, follow_ups: boo
 
 
 def _tool_chat(random: Random, language: str, recipe: Recipe) -> list[Message]:
-    exchanges = [_requests(random, language, recipe.items, recipe.tools)]
+    exchanges = [_requests(random, language, recipe)]
     offered = _offered(random, recipe, [asked.tool for asked in exchanges[0]])
+    weights = {tool: recipe.tools[tool] for tool in offered}
     for _ in range(COUNTS[draw(random, recipe.exchanges)] - 1):
-        # Later requests use what is offered, rare tools too: the long tool block is read once for several calls.
-        exchanges.append(_requests(random, language, recipe.later_items, dict.fromkeys(offered, 1.0)))
+        # Later requests use what is offered: the long tool block is read once for several calls.
+        exchanges.append([request(random, language, draw(random, weights))])
     thinks = random.random() < recipe.tool_thinks_frac
     messages = [_tool_system(random, language, offered)]
     messages += _earlier(random, language, recipe)
@@ -115,10 +116,10 @@ def _exchange(random: Random, language: str, recipe: Recipe, requests: Sequence[
     return [*messages, {"role": "assistant", "content": reply, **thinking}]
 
 
-def _requests(random: Random, language: str, items: Mapping[str, float], weights: Mapping[str, float]) -> list[Request]:
+def _requests(random: Random, language: str, recipe: Recipe) -> list[Request]:
     """One to three different requests over at most two tools."""
-    count = COUNTS[draw(random, items)]
-    tools = [draw(random, weights) for _ in range(min(count, 2))]
+    count = COUNTS[draw(random, recipe.items)]
+    tools = [draw(random, recipe.tools) for _ in range(min(count, 2))]
     requests: list[Request] = []
     while len(requests) < count:
         asked = request(random, language, tools[len(requests) % len(tools)])

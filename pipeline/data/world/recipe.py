@@ -32,7 +32,6 @@ class Recipe(BaseModel):
     tool_policy: Mixture
     tools: Mixture
     items: Mixture
-    later_items: Mixture
     exchanges: Mixture
     offered: Mixture
     question_thinks_frac: Frac
@@ -63,7 +62,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "tool_policy": ("call", "guess", "refuse"),
     "tools": TOOL_NAMES,
     "items": ("one", "two", "three"),
-    "later_items": ("one", "two", "three"),
     "exchanges": ("one", "two", "three"),
     "offered": ("one", "two", "three", "four", "five", "six"),
 }
