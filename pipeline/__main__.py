@@ -41,8 +41,12 @@ def use(
 @app.command()
 def check() -> None:
     """Validate params.yaml, whatever DVC would run."""
-    load_params()
+    from pipeline.tracking.outlook import missing_sources, never_warm
+
+    params = load_params()
     echo("params.yaml is valid")
+    for line in (*missing_sources(params, Path.cwd()), *never_warm(params, Path.cwd())):
+        echo(f"warning: {line}")
 
 
 @app.command()

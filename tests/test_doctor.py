@@ -20,6 +20,9 @@ from pipeline import __main__ as command_line
 from pipeline.diagnosis.findings import Severity
 from pipeline.errors import ParamsError
 from pipeline.params import load_params
+from pipeline.params.load import parse_params
+from pipeline.params.needs import needs
+from pipeline.params.sizes import num_parameters
 from pipeline.reading import doctor, machine, workspace
 from pipeline.reading.lines import Line
 from pipeline.stage import stage_run
@@ -27,6 +30,7 @@ from pipeline.supervise import hold
 from pipeline.tracking.leftovers import DAY_S
 from pipeline.tracking.records import all_runs
 from pipeline.tracking.run_folder import RunFolder, write_json
+from pipeline.yaml_files import read_yaml
 
 ROOT = Path(__file__).parents[1]
 OK, WARN, PROBLEM = Severity.OK, Severity.WARN, Severity.PROBLEM
@@ -82,7 +86,7 @@ def test_a_fresh_clone_is_no_problem(
     code, said = command(capsys, monkeypatch)
     lines = {line.split()[1]: line.split()[0] for line in said.splitlines()}
     assert code == 0 and set(lines) == {
-        *("params.yaml", "python", "libraries", "device", "disk", "lineage", "locks", "scratch", "mlflow", "prefect")
+        *("params.yaml", "python", "libraries", "device", "disk", "step", "lineage", "locks", "scratch", "mlflow", "prefect")
     }
     assert lines["lineage"] == "warn" and "no dvc.lock: no stage has run; `dvc repro` runs all" in said
     assert [name for name, severity in lines.items() if severity == "problem"] == []
@@ -389,20 +393,21 @@ def test_gpus_are_told_with_their_memory(monkeypatch: pytest.MonkeyPatch) -> Non
     assert machine.check_device(runtime(ranks=3)).severity is PROBLEM
 
 
-@pytest.mark.parametrize(
-    ("free", "severity"),
-    [(5100, OK), (5099, WARN), (4000, WARN), (3999, PROBLEM)],
-)
-def test_the_disk_must_hold_a_rebuild(repository: Path, free: int, severity: Severity, monkeypatch: pytest.MonkeyPatch) -> None:
-    """3 saves of three times the weights (ppo has two models), outputs twice: 9 * 500 + 2 * 300; ppo alone 9 * 400 + 2 * 200."""
-    (repository / "checkpoints").mkdir()
-    for stage, size in {"grpo": 100, "ppo": 200}.items():
-        (repository / f"checkpoints/{stage}.pth").write_bytes(b"x" * size)
+@pytest.mark.parametrize(("less", "severity"), [(0, OK), (1, WARN), (None, PROBLEM)])
+def test_the_disk_must_hold_a_rebuild(
+    repository: Path, less: int | None, severity: Severity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """3 saves of three times the weights (ppo has two models) and outputs twice, of the parameters as they are."""
+    tree = read_yaml(ROOT / "params.yaml")
+    own = parse_params(tree | {"runtime": tree["runtime"] | {"keep_saves": 2}})
+    weights = 4 * num_parameters(own.model, own.tokenizer.vocab_size)
+    adapters = next(each.output for each in needs(own) if each.stage == "lora")
+    needed = 9 * 8 * weights + 9 * adapters + 2 * (7 * weights + adapters)
+    free = 18 * weights - 1 if less is None else needed - less
     usage = shutil.disk_usage(repository)._replace(free=free)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: usage)
-    runtime = params().runtime.model_copy(update={"keep_saves": 2})
-    line = machine.check_disk(repository, repository, runtime)
-    assert (line.severity, "a rebuild of everything may take" in line.text) == (severity, True)
+    line = machine.check_disk(repository, repository, own)
+    assert line.severity is severity and f"a rebuild of everything may take {needed / 1e6:.1f} MB" in line.text
 
 
 @pytest.mark.slow

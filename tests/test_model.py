@@ -4,7 +4,6 @@ import copy
 import json
 import math
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -360,12 +359,12 @@ def test_a_position_beyond_the_window_is_one_line():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_compiled_layers_give_the_same_gradients(checkpointing):
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.scale)])  # a minute of g++
+def test_compiled_layers_give_the_same_gradients(backend, checkpointing):
     """Layers, lengths and row numbers share compiled code, sampling stays as it is."""
     torch._dynamo.reset()
-    counted = CompileCounterWithBackend("inductor")
+    counted = CompileCounterWithBackend(backend)
     with mock.patch.object(
         transformer, "_compiled_layer", lambda: torch.compile(transformer._run_layer, backend=counted, dynamic=True)
     ):

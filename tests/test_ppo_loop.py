@@ -75,7 +75,7 @@ def make_settings(**changes: Any) -> Ppo:
         "vf_coef": 0.5,
         "gamma": 0.9,
         "gae_lambda": 0.8,
-        "early_stop_kl": 1e9,
+        "early_stop_kl": 1e6,
         "critic_warmup_steps": 0,
     }
     return Ppo(**(SAMPLING | defaults | changes))

@@ -218,11 +218,10 @@ def test_batches_without_finite_loss_are_skipped_and_named(sets: Path, tokenizer
     assert_bits_equal(snapshot(task.state.modules["model"]), before)
 
 
-@pytest.mark.parametrize("lr", [1e10, 1e30])
 @pytest.mark.parametrize("make", ["language", "lora", "dpo", "reward"])
-def test_a_run_that_diverges_ends_with_the_numerics_code(sets: Path, tokenizer: Tokenizer, make: str, lr: float) -> None:
+def test_a_run_that_diverges_ends_with_the_numerics_code(sets: Path, tokenizer: Tokenizer, make: str) -> None:
     makers = {"language": make_language, "lora": make_lora, "dpo": make_dpo, "reward": make_reward}
-    settings = make_settings(lr=lr, epochs=2)
+    settings = make_settings(lr=1e10, epochs=2)
     task, recorder = makers[make](sets, tokenizer, settings), MemoryRecorder()
     with pytest.raises(NumericsError, match="lower the learning rate") as caught:
         train_supervised(task, settings, CPU, recorder)

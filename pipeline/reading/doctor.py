@@ -17,7 +17,7 @@ from pipeline.lineage.records import recorded_runs
 from pipeline.params import Params
 from pipeline.reading.attempts import how_it_was_killed, last_attempt, written_since
 from pipeline.reading.lines import Line
-from pipeline.reading.machine import check_device, check_disk, check_libraries, check_python
+from pipeline.reading.machine import check_device, check_disk, check_libraries, check_python, check_steps
 from pipeline.reading.workspace import (
     check_lineage,
     check_locks,
@@ -28,6 +28,7 @@ from pipeline.reading.workspace import (
     stage_names,
 )
 from pipeline.supervise import is_held
+from pipeline.tracking.outlook import missing_sources, never_warm
 from pipeline.tracking.records import Record, all_runs, find_runs
 from pipeline.tracking.run_folder import RunFolder, read_json
 
@@ -196,11 +197,15 @@ def checkup(root: Path, home: Path) -> Iterator[Line]:
     _check_repository(root)
     params, lines = check_params(root)
     yield from lines
+    if params:
+        yield from (Line("data", Severity.PROBLEM, line) for line in missing_sources(params, root))
+        yield from (Line("params.yaml", Severity.WARN, line) for line in never_warm(params, root))
     yield _looked("python", lambda: check_python(root))
     yield _looked("libraries", lambda: check_libraries(root))
     if params:
         yield check_device(params.runtime)
-        yield _looked("disk", lambda: check_disk(root, home, params.runtime))
+        yield _looked("disk", lambda: check_disk(root, home, params))
+        yield from check_steps(params)
     yield _looked("lineage", lambda: check_lineage(root, params))
     yield _looked("locks", lambda: check_locks(home))
     yield _looked("scratch", lambda: check_scratch(home))

@@ -16,9 +16,12 @@ from packaging.specifiers import SpecifierSet
 
 from pipeline.diagnosis.findings import Severity
 from pipeline.lineage.housekeeping import shown
+from pipeline.params import Params
+from pipeline.params.needs import needs
 from pipeline.params.schema import Runtime
 from pipeline.reading.lines import Line, listed
-from pipeline.tracking.space import ADAMW, COPIES_OF_OUTPUT
+from pipeline.tracking.outlook import expected, heavy
+from pipeline.tracking.space import COPIES_OF_OUTPUT
 
 
 def check_python(root: Path) -> Line:
@@ -85,21 +88,20 @@ def _driver() -> str:
     return said[0] if said else "unknown"
 
 
-def check_disk(root: Path, home: Path, runtime: Runtime) -> Line:
+def check_disk(root: Path, home: Path, params: Params) -> Line:
     """Free space against what a rebuild may take: saves of all stages at once, outputs, and their copies in the cache."""
     used = f".runs holds {shown(size_of([home / '.runs']))}, DVC's cache {shown(size_of([root / '.dvc/cache']))}"
-    sizes = {path.stem: path.stat().st_size for path in (root / "checkpoints").glob("*.pth")}
-    states = [ADAMW * size * (2 if stage == "ppo" else 1) for stage, size in sizes.items()]  # ppo saves a critic beside
+    stages = list(needs(params))
     needed: defaultdict[int, int] = defaultdict(int)
     least: defaultdict[int, int] = defaultdict(int)  # of the largest stage alone
     free: dict[int, int] = {}
     for place, costs in (
-        (home, [(runtime.keep_saves + 1) * state for state in states]),
-        (root, [COPIES_OF_OUTPUT * size for size in sizes.values()]),
+        (home, [(params.runtime.keep_saves + 1) * stage.save for stage in stages]),
+        (root, [COPIES_OF_OUTPUT * stage.output for stage in stages]),
     ):
         device = place.stat().st_dev
         needed[device] += sum(costs)
-        least[device] += max(costs, default=0)
+        least[device] += max(costs)
         free[device] = shutil.disk_usage(place).free
     tightest = min(needed, key=lambda device: free[device] - needed[device])
     text = f"{shown(free[tightest])} free; {used}; a rebuild of everything may take {shown(needed[tightest])}"
@@ -107,6 +109,19 @@ def check_disk(root: Path, home: Path, runtime: Runtime) -> Line:
         return Line("disk", Severity.OK, text)
     severity = Severity.WARN if free[tightest] >= least[tightest] else Severity.PROBLEM
     return Line("disk", severity, f"{text}; `python -m pipeline gc` says what may go, runtime.keep_saves may be lower")
+
+
+def check_steps(params: Params) -> Iterator[Line]:
+    """Memory and time of the heaviest optimizer steps on this machine."""
+    steps = expected(params)
+    largest = max(steps, key=lambda step: step.memory)
+    for step in steps:
+        if (line := heavy(step)) is not None:
+            yield Line("step", Severity.WARN, f"{step.stage}: {line}")
+    slowest = max(steps, key=lambda step: step.seconds)
+    time = f", about {slowest.seconds:.0f} s ({slowest.stage})" if slowest.seconds >= 1 else ""
+    size = f"up to {shown(largest.memory)} of {shown(largest.free)} of free memory ({largest.stage})"
+    yield Line("step", Severity.OK, f"{size}{time}, where rows are as long as they may be")
 
 
 def size_of(places: Iterable[Path]) -> int:

@@ -21,9 +21,11 @@ from pipeline.lineage.declaration import Declaration, is_recorded, outputs_of
 from pipeline.lineage.ran_code import check_code
 from pipeline.params.schema import Runtime
 from pipeline.stage.processes import followers, other_ranks_gone, start_feeder
+from pipeline.stage.results import results
 from pipeline.stage.run import Follower, StageRun, describe
 from pipeline.supervise import StopSignals, exit_on_error, hold, is_held, lasting_stderr, reason
 from pipeline.tracking.home import home
+from pipeline.tracking.outlook import heavy_step
 from pipeline.tracking.recorder import now_s
 from pipeline.tracking.run_folder import RunFolder, open_run_folder, run_key, write_json
 from pipeline.tracking.saves import prune_finished
@@ -38,7 +40,12 @@ LEFTOVER_S = 3600.0
 
 @contextmanager
 def stage_process(
-    stage: str, used: Declaration | None = None, *, root: Path | None = None, memory_hint: str = "use a smaller batch"
+    stage: str,
+    used: Declaration | None = None,
+    *,
+    root: Path | None = None,
+    memory_hint: str = "use a smaller batch",
+    quiet: bool = False,
 ) -> Iterator[StopSignals]:
     """Makes this process the only one that runs `stage`, stoppable and with readable errors; for stages without a run too.
 
@@ -47,6 +54,7 @@ def stage_process(
         used: parameters and inputs as the script has read them: what DVC is going to record has to be the same.
         root: the repository; the current directory when left out.
         memory_hint: what to lower when memory runs out.
+        quiet: whether to end without a line of results.
 
     Its code and reason are left in `.runs/<stage>/exit.json`, unless another process had the lock.
 
@@ -55,17 +63,18 @@ def stage_process(
     """
     root = root or Path.cwd()
     folder = root / ".runs" / stage
-    with (
-        lasting_stderr(),
-        exit_on_error(stage, memory_hint),
-        StopSignals() as stop,
-        hold(folder / "lock", wait=False),
-        _recorded_exit(folder / "exit.json", stop, memory_hint),
-        undisturbed(stage, root, used),
-    ):
-        stop.say = lambda words: print(f"{stage}: {words}", file=sys.stderr, flush=True)
-        check_code(stage, root)
-        yield stop
+    with lasting_stderr(), exit_on_error(stage, memory_hint):
+        with (
+            StopSignals() as stop,
+            hold(folder / "lock", wait=False),
+            _recorded_exit(folder / "exit.json", stop, memory_hint),
+            undisturbed(stage, root, used),
+        ):
+            stop.say = lambda words: print(f"{stage}: {words}", file=sys.stderr, flush=True)
+            check_code(stage, root)
+            yield stop
+        if not quiet:
+            print(f"{stage}: {results(stage, root)}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -106,7 +115,8 @@ def stage_run(
             yield Follower(stage, root, params, runtime, launched, stop)
         return
     used = Declaration([Path(path).as_posix() for path in inputs], dict(params))
-    with stage_process(stage, used, root=root, memory_hint=memory_hint) as stop, ExitStack() as stack:
+    quiet = runtime.progress == "off"
+    with stage_process(stage, used, root=root, memory_hint=memory_hint, quiet=quiet) as stop, ExitStack() as stack:
         runs = home(root) / ".runs"
         _remove_leftovers(root, runs / stage, stage)
         known = digests(root, inputs)
@@ -125,6 +135,8 @@ def stage_run(
             stack.callback(run.close)
             why = reasons(root, run.home, stage, params, known | code)
             describe(run, key, params, known | code, why, spent)
+            if (line := heavy_step(stage, root)) is not None:
+                run.announce(line)
             if runtime.mlflow:
                 start_feeder(run.folder, run.home)
             with run.saved_at_stop():

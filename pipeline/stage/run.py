@@ -18,6 +18,7 @@ from pipeline.supervise import Stopped, StopSignals
 from pipeline.tracking.console import ProgressBar
 from pipeline.tracking.description import circumstances, run_name, run_tags
 from pipeline.tracking.home import home
+from pipeline.tracking.outlook import cold
 from pipeline.tracking.recorder import JsonLines, Recorder, now_s
 from pipeline.tracking.records import Record
 from pipeline.tracking.rollouts import write_rollouts
@@ -199,27 +200,28 @@ class StageRun:
         """To be called after every optimizer step and its `log`: saves when it is time, and stops, with all ranks, when asked to.
 
         Raises:
-            Stopped: a signal asked for it; the state of `step` has been saved.
+            Stopped: a signal asked for it; `saved_at_stop` saves the state of `step`.
             GuardError: `runtime.guard` found a problem; the state of `step` has been saved.
         """
-        self._step = None
+        self._step = _Step(step, make_state)
         self._stop.deferred = True
-        signum = self._stop.requested
         problem = self._guard.problem if self._guard and self._runtime.guard == "stop" else None
-        code = 128 + signum if signum is not None else GuardError.exit_code if problem else None
-        if self._ranks.first(code) is None:
+        with self._stop.interruptible(lambda: True):  # it may wait for the other ranks
+            ends = self._ranks.first(GuardError.exit_code if problem else None)
+        self._step = None
+        if ends is None:
             if self.should_save(step):
                 self.save(step, make_state())
             return
         saved = "saved" if self.save(step, make_state()) else "not saved"
-        if signum is not None:
-            goes_on = "the same command resumes" if saved == "saved" else resumption(self.folder)
-            raise Stopped(signum, f" after step {step}, {saved}; {goes_on}")
         raise GuardError(f"stopped by runtime.guard after step {step}, {saved}; with guard: warn it goes on. {problem}")
 
     def progress(self, total: int) -> ProgressBar:
         """A progress bar over `total` steps, as `runtime.progress` wants it; the folder says to others how many there are."""
         write_json(self.folder.progress, {"total": total, "done": self.resumed_step, "began_s": now_s()})
+        warmup = self._settings[0].get(self.stage, {}).get("warmup_steps", 0)
+        if (line := cold(self.stage, total, warmup)) is not None:
+            self.announce(f"warning: {line}")
         return ProgressBar(self.stage, total, mode=self._runtime.progress, done=self.resumed_step)
 
     def announce(self, line: str) -> None:

@@ -11,12 +11,11 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from pipeline.errors import DiskSpaceError
+from pipeline.params.needs import ADAMW, FLOAT_BYTES
 from pipeline.params.schema import ModelParams, Runtime
 from pipeline.params.sizes import num_parameters
 from pipeline.tracking.run_folder import RunFolder
 
-FLOAT_BYTES = 4
-ADAMW = 3  # a weight and its two moments
 ROLLOUT_BYTES = 7  # of a sampled token in `rollouts/`: id, logprob, and its share of the prompt
 COPIES_OF_OUTPUT = 2  # the checkpoint, and what DVC keeps of it in its cache
 
