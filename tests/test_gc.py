@@ -21,6 +21,7 @@ from dvc.repo import Repo
 from pipeline.errors import PipelineError
 from pipeline.lineage.cache import unused_in_cache
 from pipeline.lineage.housekeeping import collect, freed_by, shown
+from pipeline.lineage.overrides import write_overrides
 from pipeline.params import load_params
 from pipeline.stage import stage_run
 from pipeline.supervise import hold
@@ -267,7 +268,8 @@ def test_a_recipe_whose_results_went_runs_again(root: Path) -> None:
     (root / "ran.txt").unlink()
     train(root, "tried\n", commit=False)  # a folder without entries is a TypeError to DVC
     assert (root / "ran.txt").exists()
-    (runs / "00" / ("0" * 64)).mkdir(parents=True)  # left by a removal of old
+    for digit in "0123456789abcdef":  # left by a removal of old
+        (runs / f"{digit}0" / (digit * 64)).mkdir(parents=True)
     list(collect(root, LIMITS, remove=True))
     assert all(any(folder.iterdir()) for folder in runs.glob("*/*"))
 
@@ -421,7 +423,7 @@ import sys
 from pathlib import Path
 sys.path[:0] = [{tests!r}, {root!r}]
 from test_gc import open_stage
-with open_stage(Path(), "train", ["seed"]) as stage:
+with open_stage(Path(), "grpo", ["seed"]) as stage:
     Path("weights").write_text("w")
 """
 
@@ -429,16 +431,17 @@ with open_stage(Path(), "train", ["seed"]) as stage:
 def test_a_finished_run_keeps_its_last_save_until_dvc_has_its_results(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that fills up while DVC takes them over: `gc` is the advice then."""
     (root / "train.py").write_text(SCRIPT.format(tests=str(Path(__file__).parent), root=str(ROOT)))
-    (root / "params.yaml").write_text("train: {lr: 1}\n")
+    shutil.copy(ROOT / "params.yaml", root)
+    write_overrides(root / "params.yaml", {"grpo.lr": 1})
     (root / "seed").write_text("1")
     command = f"exec {sys.executable} train.py"
     (root / "dvc.yaml").write_text(
-        f"stages:\n  train:\n    cmd: {command}\n    deps: [seed]\n    params: [train.lr]\n    outs: [weights]\n"
+        f"stages:\n  grpo:\n    cmd: {command}\n    deps: [seed]\n    params: [grpo.lr]\n    outs: [weights]\n"
     )
     monkeypatch.chdir(root)
-    with open_stage(root, "train", ["seed"]) as stage:  # DVC did not get to it
+    with open_stage(root, "grpo", ["seed"]) as stage:  # DVC did not get to it
         stage.save(3, {"x": 1})
-    (save,) = root.glob(".runs/train/*/1/state-*.pt")
+    (save,) = root.glob(".runs/grpo/*/1/state-*.pt")
     list(collect(root, LIMITS, remove=True))
     assert save.exists()
     os.utime(save.with_suffix(".json"), (1, 1))

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from pipeline.__main__ import app
 from pipeline.diagnosis.findings import Severity
 from pipeline.errors import PipelineError
+from pipeline.lineage.records import run_page
 from pipeline.reading.workspace import check_mlflow
 from pipeline.tracking.records import Record, is_complete
 from pipeline.tracking.replay import incomplete_runs, send_missing
@@ -51,6 +52,14 @@ def test_the_address_of_a_file_means_that_file_and_opens_no_sibling(tmp_path: Pa
 def _runs(root: Path) -> set[str]:
     with closing(sqlite3.connect(root / "mlflow.db")) as connection:
         return {uri for (uri,) in connection.execute("SELECT artifact_uri FROM runs")}
+
+
+@pytest.mark.parametrize(
+    "uri", ["postgresql://u@db:5432/runs", "mysql+pymysql://db/runs", "sqlite:///runs.db", "file:///runs", "runs"]
+)
+def test_only_what_answers_http_is_a_server_with_pages(uri: str) -> None:
+    assert not is_server(uri) and not run_page(uri, "a1").served and run_page(uri, "a1").url.startswith("http://127.0.0.1:")
+    assert is_server("https://host/mlflow/") and run_page("https://host/mlflow/", "a1").url == "https://host/mlflow/#/runs/a1"
 
 
 @pytest.mark.slow

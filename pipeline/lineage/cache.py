@@ -54,7 +54,8 @@ def remove_unused(root: Path, copies: Sequence[Path] = ()) -> None:
     """Removes what `unused_in_cache` finds now, before another DVC command can come to need it."""
     with _unused(root, copies) as (paths, cache):
         runs = cache / "runs"
-        folders = {path for path in paths if path.is_dir()} | _emptied(path for path in paths if path.is_relative_to(runs))
+        folders = {path for path in paths if path.is_dir()}
+        folders |= _emptied(path for path in paths if path.is_relative_to(runs) and path not in folders)
         for folder in folders:
             # DVC cannot bear a recipe without entries: it goes as a whole, whenever this process ends.
             gone = cache / REMOVED / uuid.uuid4().hex

@@ -63,8 +63,8 @@ def sqlite_file(uri: str) -> Path | None:
 
 
 def is_server(uri: str) -> bool:
-    """Whether a server, not this process, owns the store and its artifacts."""
-    return not uri.startswith(("sqlite:", "sqlite+", "file:", "/", "."))
+    """Whether a server owns the store and its artifacts, and shows them; a database or a folder is opened by this process."""
+    return uri.startswith(("http://", "https://"))
 
 
 def artifact_folder(root: Path) -> Path:
