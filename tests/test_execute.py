@@ -100,7 +100,7 @@ def trainer(project: Path) -> psutil.Process:
     return process
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 40.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, "waited too long"
