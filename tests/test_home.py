@@ -1,6 +1,7 @@
 """Isolated copies of a workspace: their scratch is the original's, their lock on outputs their own."""
 
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from small_lineage import commit, dvc, git
 from pipeline.errors import HeldError
 from pipeline.evaluation.panel import Examination
 from pipeline.evaluation.results import cached
+from pipeline.lineage.overrides import write_overrides
 from pipeline.params import load_params
 from pipeline.params.schema import Runtime
 from pipeline.stage import stage_run
@@ -72,18 +74,18 @@ stages:
 artifacts:
   minimind-grpo: {path: checkpoints/grpo.pth, type: model}
 """
-STEP = f"""
+STEP = """
 from pathlib import Path
+from pipeline.lineage.declaration import declaration
 from pipeline.params import load_params
 from pipeline.stage import stage_run
-from pipeline.yaml_files import read_yaml
 
-params = read_yaml(Path("params.yaml"))
-runtime = load_params(Path({str(ROOT / "params.yaml")!r})).runtime.model_copy(update={{"progress": "off"}})
-with stage_run("grpo", params=params, inputs=["step.py"], runtime=runtime) as run:
-    run.log(1, {{"reward/mean": params["grpo"]["lr"]}})
+params = load_params(Path("params.yaml"))
+runtime, used = params.runtime.model_copy(update={"progress": "off"}), declaration("grpo", params)
+with stage_run("grpo", params=used.params, inputs=used.deps, runtime=runtime) as run:
+    run.log(1, {"reward/mean": params.grpo.lr})
     Path("checkpoints").mkdir(exist_ok=True)
-    Path("checkpoints/grpo.pth").write_text(str(params))
+    Path("checkpoints/grpo.pth").write_text(str(used.params))
 """
 WAYS = {
     0.5: (["repro"],),
@@ -98,8 +100,10 @@ def test_every_way_that_dvc_runs_a_stage_ends_in_the_same_record(tmp_path: Path,
     from mlflow import MlflowClient
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    for name, text in {"dvc.yaml": DVC, "step.py": STEP, "params.yaml": "grpo:\n  lr: 0.5\n"}.items():
+    for name, text in {"dvc.yaml": DVC, "step.py": STEP}.items():
         (tmp_path / name).write_text(text)
+    shutil.copy(ROOT / "params.yaml", tmp_path)
+    write_overrides(tmp_path / "params.yaml", {"grpo.lr": 0.5})
     (tmp_path / ".gitignore").write_text("/.runs\n/checkpoints\n/mlflow.db\n/mlartifacts\n/.mlflow.lock\n__pycache__\n")
     git(tmp_path, "init", "--quiet")
     dvc(tmp_path, "init", "--quiet")
