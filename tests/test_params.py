@@ -384,7 +384,7 @@ EDGES = [0, 1, 2, 3, 7, 8, 64, 1000, 2**16, 2**20, 10**9, 2**31, 2**53, 2**63]
 FLOAT_EDGES = [5e-324, 1e-300, 1e-12, 1e-6, 0.1, 0.49, 0.5, 0.99, 1 - 1e-16, 1.0, 1 + 3e-16, 2.0, 1e6, 1e10, 1e308]
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_what_check_accepts_the_stages_can_compute_with(data: st.DataObject) -> None:
     tree, sections = SCALED, set()
