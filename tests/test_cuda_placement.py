@@ -37,7 +37,10 @@ def python(guard: Path, script: Path, *arguments: str) -> list[str]:
 
 
 CASES = {
-    ("float32", "dense"): ["full_sft", "lora", "dpo", "grpo", "agent", "ppo", "sampling in blocks", "sampling, static"],
+    ("float32", "dense"): [
+        *("full_sft", "lora", "dpo", "grpo", "agent", "ppo", "chat"),
+        *("sampling in blocks", "sampling, truncated", "sampling, static"),
+    ],
     ("bfloat16", "experts"): ["dpo, cached"],
 }
 
@@ -64,6 +67,7 @@ with pretended_cuda():
         "copy": lambda: here.copy_(there),
         "index of the CPU": lambda: there[place],
         "write by an index of the CPU": lambda: there.clone().index_put_((place,), torch.tensor(1.0)),
+        "number that is written": lambda: table.clone()[:, 0].fill_(torch.tensor(2.0)),
         "move": lambda: here.to("cuda") + there,
         "read": lambda: torch.tensor(there.sum().item()) + torch.tensor(there.tolist()),
     }
@@ -99,5 +103,5 @@ def test_the_pretended_device_complains_where_cuda_would(guard: Path, tmp_path: 
     script.write_text(f"import sys; sys.path.insert(0, {str(TESTS / 'fake_cuda')!r})\n{MEETINGS}", encoding="utf-8")
     *lines, gradient = python(guard, script)
     verdicts = dict(line.rsplit(" ", 1) for line in lines)
-    assert list(verdicts.values()) == ["together"] * 6 + ["apart"] * 10
+    assert list(verdicts.values()) == ["together"] * 7 + ["apart"] * 10
     assert gradient == f"Pretended cuda:0 {[[1.0] * 3] * 3}"

@@ -117,7 +117,7 @@ def _check(func: Any, packet: Any, args: Sequence[Any], tensors: Sequence[Tensor
         meeting = [args[0], *(value for value in values if value.dim())]
         if not isinstance(args[0], Pretended):
             meeting = tensors
-    elif torch.Tag.pointwise in func.tags:
+    elif torch.Tag.pointwise in func.tags or packet in (aten.fill, aten.fill_):
         meeting = [tensor for tensor in tensors if tensor.dim()]
     else:
         meeting = list(tensors)
