@@ -64,7 +64,8 @@ def test_the_chat_model_stops_and_has_room_to_learn() -> None:
 
 
 def test_preferences_were_learned() -> None:
-    assert EVAL["dpo"]["preference_accuracy"] >= max(0.85, EVAL["full_sft"]["preference_accuracy"] + 0.15)
+    errors = {model: 1 - EVAL[model]["preference_accuracy"] for model in ("full_sft", "dpo")}
+    assert errors["dpo"] <= min(0.15, errors["full_sft"] / 3)  # a gain in points ends at 1
     assert EVAL["reward"]["preference_accuracy"] >= 0.85
     assert EVAL["dpo"]["preference_accuracy_low"] > EVAL["full_sft"]["preference_accuracy_high"]
 
