@@ -25,7 +25,9 @@ def main() -> None:
             print(f"gate: {line}", file=sys.stderr, flush=True)
         lines = list(regressions(measured, metrics))
         if lines:
-            raise GateError("keep the parent's model, train differently, or take the metric out of eval.gate:", *lines)
+            remedy = "keep the parent's model, train differently, or take the metric out of eval.gate:"
+            print(f"gate: {remedy}", file=sys.stderr, flush=True)
+            raise GateError(*lines)
 
 
 if __name__ == "__main__":

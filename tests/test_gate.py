@@ -78,6 +78,7 @@ def test_what_is_not_finite_is_never_good(name: str, value: float) -> None:
 def test_stage_fails_with_its_code(tmp_path: Path, gate: str, code: int) -> None:
     params = (ROOT / "profiles/micro.yaml").read_text(encoding="utf-8")
     (tmp_path / "params.yaml").write_text(params.replace("  gate: null", f"  gate: {gate}"), encoding="utf-8")
+    (tmp_path / "dvc.yaml").write_bytes((ROOT / "dvc.yaml").read_bytes())
     (tmp_path / "metrics").mkdir()
     measured = {"full_sft": PARENT, "dpo": PARENT | estimate("reward_mean", 0.0, 0.1, 0.15)}
     (tmp_path / "metrics/eval.json").write_text(json.dumps(measured))

@@ -507,7 +507,14 @@ def test_a_prompt_without_a_turn_is_scored(sets: Path, tokenizer: Tokenizer) -> 
         _, collected, _ = group_step(run.task, settings, CPU, step)
         for task, scored in zip(collected.tasks, collected.scored, strict=True):
             thinking = -0.625 if task.open_thinking else 0.0
-            expected = {"length": -0.25, "thinking": thinking, "repetition": 0.0, "model": 0.5, "unfinished": -0.75}
+            expected = {
+                "length": -0.25,
+                "thinking": thinking,
+                "repetition": 0.0,
+                "model": 0.5,
+                "answer": 0.0,
+                "unfinished": -0.75,
+            }
             assert scored.terms == pytest.approx(expected) and not scored.good
             thought.add(task.open_thinking)
     assert thought == {False, True}

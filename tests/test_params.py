@@ -82,7 +82,7 @@ def fault(tree: Any) -> str:
         ("full_sft.max_seq_len", 10**6, "full_sft.max_seq_len=1000000: must be <= model.max_position_embeddings="),
         ("grpo.max_new_tokens", 10**6, "grpo.max_prompt_len + grpo.max_new_tokens = "),
         ("eval.max_new_tokens", 2048, "eval.max_new_tokens=2048: must be < model.max_position_embeddings=2048"),
-        ("ppo.critic_warmup_steps", 11, "ppo.critic_warmup_steps=11: must be < max_steps=11"),
+        ("ppo.critic_warmup_steps", 13, "ppo.critic_warmup_steps=13: must be < max_steps=13"),
         *((f"{name}.temperature", 0.0099, f"{name}.temperature=0.0099: ") for name in ("ppo", "grpo", "agent", "eval")),
         ("grpo.temperature", 1e-42, "grpo.temperature=1e-42: "),
         ("model.rope_theta", 1.0, "model.rope_theta=1.0: "),
@@ -221,7 +221,7 @@ def test_values_that_the_reader_chokes_on_are_one_line(tmp_path: Path, value: st
 def test_nesting_of_any_depth_is_one_line(tmp_path: Path, depth: int) -> None:
     """The reader, the validation and the message recurse, and none may end in a traceback where the others still can."""
     text = (ROOT / "params.yaml").read_text(encoding="utf-8")
-    (tmp_path / "params.yaml").write_text(text.replace("epochs: 5", "epochs: " + "[" * depth + "]" * depth, 1), encoding="utf-8")
+    (tmp_path / "params.yaml").write_text(text.replace("epochs: 12", "epochs: " + "[" * depth + "]" * depth, 1), encoding="utf-8")
     with pytest.raises(ParamsError) as caught:
         load_params(tmp_path / "params.yaml")
     assert len(str(caught.value)) < 300 and "\n" not in str(caught.value)

@@ -58,5 +58,5 @@ def test_a_remote_that_cannot_be_used_is_one_line(tmp_path: Path, monkeypatch: p
     (tmp_path / "remote").touch()
     monkeypatch.setenv("DVC_SITE_CACHE_DIR", str(tmp_path / "site"))
     monkeypatch.setenv(VARIABLE, str(tmp_path / "remote"))
-    with pytest.raises(PipelineError, match=rf"`dvc push --quiet` failed \({VARIABLE}="):
+    with pytest.raises(PipelineError, match=rf"`dvc push` failed \({VARIABLE}=.*: ERROR"):
         bring_up(workspace(tmp_path / "first"), "data", on_line=print, stop=threading.Event())

@@ -43,11 +43,12 @@ def push_shared(root: Path, stage: str) -> None:
         PipelineError: not all of it has arrived.
     """
     if os.environ.get(VARIABLE):
-        _run(root, "push", [sys.executable, "-m", "dvc", "push", "--quiet", "--run-cache", stage])
+        _run(root, "push", [sys.executable, "-m", "dvc", "push", "--run-cache", stage])
 
 
 def _run(root: Path, what: str, command: list[str]) -> None:
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     if done.returncode:
         said = (done.stderr.strip() or "no word").splitlines()
-        raise PipelineError(f"`dvc {what}` failed ({VARIABLE}={os.environ.get(VARIABLE)}): {said[0]}")
+        reason = next((line for line in said if line.startswith("ERROR")), said[0])
+        raise PipelineError(f"`dvc {what}` failed ({VARIABLE}={os.environ.get(VARIABLE)}): {reason}")

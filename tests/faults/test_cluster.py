@@ -102,7 +102,7 @@ def instructions() -> list[tuple[str, str]]:
 
 def test_the_image_is_made_of_what_is_here_and_runs_as_a_user() -> None:
     steps = instructions()
-    known = {"FROM", "RUN", "WORKDIR", "ARG", "COPY", "USER", "ENTRYPOINT", "CMD"}
+    known = {"FROM", "RUN", "WORKDIR", "ARG", "COPY", "USER", "ENTRYPOINT", "CMD", "ENV"}
     assert {name for name, _ in steps} == known and steps[0] == ("FROM", "python:3.11-slim")
     assert dict(steps)["WORKDIR"] == WORKSPACE and dict(steps)["USER"] == "minimind"
     assert steps.index(("USER", "minimind")) > max(index for index, (name, _) in enumerate(steps) if name == "RUN")
