@@ -42,7 +42,8 @@ EXECUTION = (
     "dvc.lock",
     ".runs",
     ".dvc/tmp/rwlock",  # what DVC resolved, compared with what the stage reads
-    "metrics/gate.json",  # looked for and not there: gate has no results to show
+    "metrics/code.json",  # looked for and not there: these stages have no results to show
+    "metrics/gate.json",
 )  # covered by code hashes, by `params:`, or no input
 PATIENCE_S = 120.0
 COMMANDS = ("python", "-m", "pipeline")
