@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -355,7 +356,10 @@ CALL = ToolCall("f", {"x": 1})
         ("hmm, no end", True, ParsedTurn("hmm, no end", "", [], 0)),
         ("", True, ParsedTurn("", "", [], 0)),
         ("\n</think>\n\nA", True, ParsedTurn("", "A", [], 0, True)),
-        ("<think>\nr\n</think>\n\nA</think>B", False, ParsedTurn("r", "A</think>B", [], 0)),
+        ("<think>\nr\n</think>\n\nA</think>B", False, ParsedTurn("r\n \n\nA", "B", [], 0)),
+        ("r</think>A</think>B", True, ParsedTurn("r A", "B", [], 0)),
+        ("A<think>r</think>B</think>C<think>s</think>D", False, ParsedTurn("A r B s", "C D", [], 0)),
+        ("A</ think>B", False, ParsedTurn(None, "A</ think>B", [], 0)),  # spelled otherwise it is text
         ("x</think>A", False, ParsedTurn("x", "A", [], 0, True)),
         ("<think>r</think>A", False, ParsedTurn("r", "A", [], 0, True)),
         ("<think>r</think>A", True, ParsedTurn("r", "A", [], 0, True)),
@@ -396,19 +400,21 @@ def test_turns_are_taken_apart(text: str, open_thinking: bool, expected: ParsedT
         ('{"name": "f", "arguments": {"x": "\\ud800"}}', None),
         ('{"name": "f", "arguments": {"x": ' + "9" * 5000 + "}}", None),
         ('{"name": "f", "arguments": {"x": ' + "[" * 100_000, None),
-        ("<tool_call>" + '{"name": "f", "arguments": {"x": 1}}', None),
+        ("<tool_call>" + '{"name": "f", "arguments": {"x": 1}}', None),  # no call, as other readers have it; a tag to spare
+        ('{"name": "f", "arguments": {"x": "<tool_call>"}}', ToolCall("f", {"x": "<tool_call>"})),  # a tag in a text is text
     ],
 )
 def test_calls_are_well_formed_or_counted(body: str, call: ToolCall | None) -> None:
     turn = parse_turn(f"a<tool_call>{body}</tool_call>b", open_thinking=False)
     assert turn.calls == ([call] if call else [])
-    assert turn.malformed_calls == (call is None)
+    assert turn.malformed_calls == (0 if call else 1 + body.count("<tool_call>"))
 
 
 def test_thousands_of_tags_take_no_time() -> None:
     started = time.perf_counter()
     assert parse_turn("<tool_call>" * 50_000, open_thinking=False).malformed_calls == 50_000
-    assert parse_turn(f"{'<tool_call>' * 50_000}</tool_call>", open_thinking=False).malformed_calls == 1
+    assert parse_turn(f"{'<tool_call>' * 50_000}</tool_call>", open_thinking=False).malformed_calls == 50_000
+    assert parse_turn(f"a{'</think>' * 50_000}b", open_thinking=False) == ParsedTurn("a", "b", [], 0)
     assert time.perf_counter() - started < 5  # 0.1 s in one pass, minutes when every tag looks for its partner
 
 
@@ -427,6 +433,55 @@ def test_what_is_written_and_what_is_sampled_are_taken_apart_alike(content: str)
 
 
 WILD = _joined(PLAIN + CONTROLS + THINKS + [GOOD, '{"name": "f", "arguments": ', "{}", "}", "\ud800", "null", "[" * 5000])
+
+
+def naive_thinking(text: str, *, open_thinking: bool) -> tuple[list[str], list[str]]:
+    """Words of the answer and of the thinking: pairs of tags with no tag between them are taken out until there are none."""
+    if open_thinking and not text.lstrip().startswith("<think>"):
+        text = "<think>" + text
+    left = [(each, False) for each in re.split("(</?think>)", text)]
+    while True:
+        tags = [place for place, (each, _) in enumerate(left) if each in ("<think>", "</think>")]
+        pairs = [(a, b) for a, b in pairwise(tags) if (left[a][0], left[b][0]) == ("<think>", "</think>")]
+        if not pairs:
+            break
+        a, b = pairs[0]
+        left[a : b + 1] = [(each, True) for each, _ in left[a + 1 : b]]
+    closing = max((place for place in tags if left[place][0] == "</think>"), default=-1)  # what is left closes, then opens
+    opening = min((place for place in tags if left[place][0] == "<think>"), default=len(left))
+    sides: tuple[list[str], list[str]] = ([], [])
+    for place, (each, thought) in enumerate(left):
+        if place not in tags:
+            sides[thought or not closing < place < opening].extend(each.split())
+    return sides
+
+
+CALL_TEXTS = ['{"name": "f", "arguments": {"x": 1}}', '{"name": "f", "arguments": {"x": "<tool_call>"}}']
+
+
+def naive_calls(answer: str) -> tuple[int, int]:
+    """How many calls there are and how many faults: each opening tag with the next closing one, again and again."""
+    calls = faults = 0
+    while "<tool_call>" in answer:
+        before, _, answer = answer.partition("<tool_call>")
+        body, closing, behind = answer.partition("</tool_call>")
+        faults += before.count("</tool_call>")
+        if not closing:
+            return calls, faults + 1 + body.count("<tool_call>")
+        good = body.strip() in CALL_TEXTS
+        calls, faults, answer = calls + good, faults + (0 if good else 1 + body.count("<tool_call>")), behind
+    return calls, faults + answer.count("</tool_call>")
+
+
+TAGGED = st.lists(st.sampled_from(["<think>", "</think>", "<tool_call>", "</tool_call>", "a", " b ", *CALL_TEXTS]), max_size=12)
+
+
+@settings(deadline=None, max_examples=1000)
+@given(text=TAGGED.map("".join), open_thinking=st.booleans())
+def test_turns_are_taken_apart_as_one_would_by_hand(text: str, open_thinking: bool) -> None:
+    turn = parse_turn(text, open_thinking=open_thinking)
+    assert (turn.answer.split(), (turn.thinking or "").split()) == naive_thinking(text, open_thinking=open_thinking)
+    assert (len(turn.calls), turn.malformed_calls) == naive_calls(turn.answer)
 
 
 @NO_DEADLINE

@@ -19,7 +19,7 @@ from pipeline.data.batches import PairBatches, SupervisedBatches
 from pipeline.data.prompts import PromptTask
 from pipeline.evaluation import examiner as examiner_module
 from pipeline.evaluation import report as report_module
-from pipeline.evaluation.catalogue import METRICS, OFFERED, PARENTS
+from pipeline.evaluation.catalogue import BASELINE, METRICS, OFFERED, PARENTS
 from pipeline.evaluation.examiner import MODELS, measure_all, open_held_out, open_panel
 from pipeline.evaluation.panel import (
     BY_LENGTH,
@@ -29,13 +29,14 @@ from pipeline.evaluation.panel import (
     Question,
     RowValues,
     calls_valid,
+    exact_baselines,
     last_turns,
     normalised,
     questions_of,
     single_turns,
 )
 from pipeline.evaluation.report import CURVES, draw_curves, markdown, metrics_tree, write_report
-from pipeline.evaluation.results import cached, estimates_of, verdicts_of
+from pipeline.evaluation.results import cached, chance_of, estimates_of, verdicts_of
 from pipeline.evaluation.statistics import Estimate, mean, proportion, ratio, verdict
 from pipeline.model.heads import RewardModel
 from pipeline.model.lora import add_lora, lora_state_dict
@@ -254,7 +255,8 @@ def test_questions_count_equal_replies_and_ends(tokenizer: Tokenizer) -> None:
     sampled, greedy = ["red", "blue...", "gr een", "Dog!"], ["x", "blue", "green", "dog"]
     engine = ScriptedEngine(tokenizer, [sampled + greedy])
     values = make_examiner(tokenizer, empty_panel(questions=questions)).questions(engine).values
-    assert values == {"qa_exact": [1, 1, 0, 1], "stops_frac": [1, 0, 1, 1], "qa_exact_greedy": [0, 1, 1, 1]}
+    measured = {"qa_exact": [1, 1, 0, 1], "stops_frac": [1, 0, 1, 1], "qa_exact_greedy": [0, 1, 1, 1]}
+    assert values == measured | {"qa_exact_by_constant": [1, 0, 0, 0]}
     assert engine.greedy == [[False] * 4 + [True] * 4]  # one call: every question is read once
     assert len(set(engine.keys[0])) == 4  # a seed per row, the same for every model
     again = ScriptedEngine(tokenizer, [sampled + greedy])
@@ -300,10 +302,42 @@ def test_tool_success_is_told_apart_by_the_number_of_tools_offered(tokenizer: To
     replies = ["42", "41", "41", "42", "42"]  # sampled, then greedy
     values = make_examiner(tokenizer, empty_panel(tasks=tasks)).tools(ScriptedEngine(tokenizer, [["x"] * 5 + replies])).values
     assert values["tool_success_greedy"] == [1, 0, 0, 1, 1]
-    assert {name: rows for name, rows in values.items() if name.startswith(OFFERED)} == {
+    assert {name: rows for name, rows in values.items() if name.startswith(OFFERED) and BASELINE not in name} == {
         f"{OFFERED}1": [1, 0],
         f"{OFFERED}3": [0, 1, 1],
     }
+
+
+def test_chance_is_what_a_constant_and_an_echo_earn(tokenizer: Tokenizer) -> None:
+    """Of five tasks two expect 42; the question of a third holds what is expected; a text stays for 晴 whatever is asked."""
+    one, two = [tool_schema("calculate_math", "en")], [tool_schema("calculate_math", "en"), tool_schema("unit_converter", "en")]
+    asked = [("6*7?", ["42"], one), ("7*6?", ["42"], two), ("say 5", ["5"], one), ("2+3?", ["5", "2+3"], two), ("?", ["晴"], one)]
+    tasks = [make_task(tokenizer, text, gt, tools=tools) for text, gt, tools in asked]
+    values = make_examiner(tokenizer, empty_panel(tasks=tasks)).tools(ScriptedEngine(tokenizer, [["x"] * 10])).values
+    nothing = [0.0] * 5
+    assert {name: rows for name, rows in values.items() if BASELINE in name} == {
+        "tool_success_by_constant": [1, 1, 0, 0, 0],
+        "tool_success_by_echo": [0, 0, 1, 0, 0],
+        "tool_earned_by_constant": nothing,  # earns nothing without a tool's result
+        "tool_earned_by_echo": nothing,
+        "tool_valid_frac_by_constant": nothing,
+        "tool_valid_frac_by_echo": nothing,
+        f"{OFFERED}1_by_constant": [1, 0, 0],
+        f"{OFFERED}1_by_echo": [0, 1, 0],
+        f"{OFFERED}2_by_constant": [1, 0],
+        f"{OFFERED}2_by_echo": [0, 0],
+    }
+    questions = [Question([1, 5], reference) for reference in ("Red.", "blue", "Blue!", "green")]
+    assert exact_baselines("qa_exact", questions) == {"qa_exact_by_constant": [0, 1, 1, 0]}
+    nobody = make_examiner(tokenizer, empty_panel()).tools(ScriptedEngine(tokenizer, [[]])).values
+    assert not any(nobody.values()) and exact_baselines("qa_exact", []) == {"qa_exact_by_constant": []}
+    said = chance_of({"full_sft": values | exact_baselines("qa_exact_tools", questions), "reward": {BY_LENGTH: [1.0, 0.5]}})
+    same, echo = "by always the same answer, the most frequent one", "by repeating the question"
+    assert said["tool_success"] == said["tool_success_greedy"] == f"0.400 {same}; 0.200 {echo}"
+    assert said[f"{OFFERED}2"] == f"0.500 {same}; 0.000 {echo}" and said["tool_earned"] == f"0.000 {same}; 0.000 {echo}"
+    assert said["qa_exact_tools_greedy"] == f"0.500 {same}" and "qa_exact_greedy" not in said
+    assert said["preference_accuracy"] == "0.750 by length (always the shorter); 0.500 by position; 0 by equal scores"
+    assert chance_of({"pretrain": {"bits": [1.0], "qa_exact_by_constant": []}}) == {}
 
 
 def test_greedy_replies_are_compared_with_the_reference(tokenizer: Tokenizer) -> None:
@@ -416,6 +450,9 @@ def test_only_changed_models_are_measured(
     everything = {"bits", "bytes", "preference_accuracy", "qa_exact", "qa_exact_greedy", "stops_frac", "reward_mean"}
     everything |= {BY_LENGTH, "tool_success", "tool_success_greedy", "tool_earned", "tool_valid_frac", f"{OFFERED}1"}
     everything |= {"qa_exact_tools_greedy", "subject_exact_greedy"}
+    everything |= {f"{name}{BASELINE}constant" for name in ("qa_exact", "qa_exact_tools", "subject_exact")}
+    tool_metrics = ("tool_success", "tool_earned", "tool_valid_frac", f"{OFFERED}1")
+    everything |= {f"{name}{BASELINE}{rule}" for name in tool_metrics for rule in ("constant", "echo")}
     for name, examined in first.items():
         wanted = {"preference_accuracy", BY_LENGTH} if name == "reward" else everything
         assert {key for key in examined.values if not key.startswith("reward_term_")} == wanted
@@ -571,7 +608,7 @@ def test_the_tree_holds_values_bounds_and_counts() -> None:
 
 def test_the_report_reads_as_tables() -> None:
     verdicts = {"grpo": {"qa_exact": "better", "reward_mean": "no clear difference", "stops_frac": "worse"}}
-    text = markdown(ESTIMATES, verdicts, PARENTS, 0.95, ["curves/grpo.png"])  # type: ignore[arg-type]
+    text = markdown(ESTIMATES, verdicts, PARENTS, 0.95, ["curves/grpo.png"], {})  # type: ignore[arg-type]
     lines = text.splitlines()
     assert "| model | qa_exact | reward_mean |" in lines
     assert "| full_sft | 0.500 [0.400, 0.600] n=9 | 1.000 [0.500, 1.500] n=8 |" in lines
@@ -617,6 +654,9 @@ def test_the_files_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "qa_exact": [1.0, 0.0],
         "reward_mean": [0.1, 1 / 3],
         "reward_term_a": [0.0, 1.0],
+        "qa_exact_by_constant": [0.0, 1.0],
+        f"{OFFERED}2": [1.0],
+        f"{OFFERED}2_by_echo": [0.0],
     }
     measured: dict[str, RowValues] = {
         "pretrain": rows,
@@ -637,7 +677,13 @@ def test_the_files_of_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert tree["full_sft"]["reward_mean"] == 0.216667  # six decimals
     assert estimates["reward"]["preference_accuracy"] == proportion([True, True], 0.95)
     report = written[0]["reports/eval.md"].decode()
-    assert "| 0.750 by length (always the longer); 0.500 by position; 0 by equal scores |" in report
+    chance = [line for line in report.splitlines() if line.startswith("| *chance* |")]
+    assert chance == [
+        "| *chance* | - | 0.500 by always the same answer, the most frequent one | "
+        "0.750 by length (always the longer); 0.500 by position; 0 by equal scores | - |",
+        "| *chance* | 0.000 by repeating the question |",
+    ]
+    assert not any("_by_" in name for own in tree.values() for name in own)
     assert "| full_sft | pretrain | - | - | bits_per_byte, qa_exact, reward_mean |" in report
     assert all(f"- `{name}`: {METRICS[name][0]}" in report for name in ("bits_per_byte", "qa_exact", "preference_accuracy"))
 

@@ -30,3 +30,14 @@ METRICS: dict[str, tuple[str, bool]] = {
 
 OFFERED = "tool_success_offered_"
 """`tool_success_greedy` of the tasks that offer so many tools: the number follows."""
+
+
+BASELINE = "_by_"
+"""Between a metric, without `_greedy`, and a rule: what the rule earns, row by row, without a model; for all models the same."""
+
+RULES = {
+    "length": "by length",
+    "constant": "by always the same answer, the most frequent one",
+    "echo": "by repeating the question",
+}
+"""What baselines go by, in the report's words."""

@@ -2,6 +2,7 @@
 
 import math
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
@@ -12,15 +13,16 @@ from torch import Tensor
 
 from pipeline.data.batches import PairBatches, SupervisedBatches
 from pipeline.data.prompts import PromptTask
-from pipeline.evaluation.catalogue import OFFERED
+from pipeline.evaluation.catalogue import BASELINE, OFFERED
 from pipeline.maths.logprobs import token_logprobs
 from pipeline.model.transformer import CausalLM
 from pipeline.params.schema import Eval
-from pipeline.rewards.scoring import CompletionScorer, earned, solved
+from pipeline.rewards.scoring import CompletionScorer, asked_by, earned, solved
 from pipeline.rollout.episodes import read_turn, run_episodes
-from pipeline.rollout.records import Completion, RolloutEngine, StopReason, Trajectory
+from pipeline.rollout.records import Completion, RolloutEngine, StopReason, Trajectory, Turn
 from pipeline.text.chat import ChatEncoder, Message
 from pipeline.text.tokenizer import Tokenizer
+from pipeline.text.turns import ParsedTurn
 from pipeline.tools.toolbox import PRESET_TOOLS, Toolbox
 from pipeline.training.device import Device
 from pipeline.training.objectives import answer_lengths
@@ -29,9 +31,9 @@ from pipeline.training.reward_objective import RewardModelling
 from pipeline.training.updater import seed_for
 
 RowValues = dict[str, list[float]]
-"""Per-row values by metric; `bits` and `bytes` belong together (their ratio is bits_per_byte). `BY_LENGTH` is no model's own."""
+"""Per-row values by metric; `bits` and `bytes` belong together (their ratio is bits_per_byte). Baselines are no model's own."""
 
-BY_LENGTH = "preference_by_length"
+BY_LENGTH = f"preference_accuracy{BASELINE}length"
 """1.0 where the chosen answer of a pair is the shorter one, 0.5 where both are as long: what is earned without reading them."""
 
 
@@ -161,8 +163,9 @@ class Examiner:
         engine = open_engine(model, self.tokenizer, self.device, max_rows=self.params.batch_size)
         with torch.inference_mode():
             values = self.text_values(model) | self.preference_values(model)
-        asked = {"qa_exact_tools_greedy": self.panel.idle, "subject_exact_greedy": self.panel.subject}
-        values |= {name: self.exact_greedy(engine, questions) for name, questions in asked.items()}
+        for name, questions in {"qa_exact_tools": self.panel.idle, "subject_exact": self.panel.subject}.items():
+            values[f"{name}_greedy"] = self.exact_greedy(engine, questions)
+            values |= exact_baselines(name, questions)
         return Examination(values) | self.questions(engine) | self.rewards(engine) | self.tools(engine)
 
     def text_values(self, model: CausalLM) -> RowValues:
@@ -220,6 +223,7 @@ class Examiner:
             "qa_exact": exact[: len(questions)],
             "stops_frac": [float(done.stop == StopReason.EOS) for done in sampled],
             "qa_exact_greedy": exact[len(questions) :],
+            **exact_baselines("qa_exact", questions),
         }
         samples = [
             self.sample("question", question.prompt_ids, done.ids, score, expected=question.reference)
@@ -260,24 +264,28 @@ class Examiner:
         tasks = self.panel.tasks
         greedy = [False] * len(tasks) + [True] * len(tasks)
         trajectories = self.episodes(engine, tasks * 2, "tool", greedy=greedy, max_turns=self.params.max_turns)
-        success = [float(solved(task, t, self.toolbox)) for task, t in zip(tasks * 2, trajectories, strict=True)]
-        sampled = trajectories[: len(tasks)]
-        values = {
-            "tool_success": success[: len(tasks)],
-            "tool_earned": [float(earned(task, t, self.toolbox)) for task, t in zip(tasks, sampled, strict=True)],
-            "tool_valid_frac": [float(calls_valid(t)) for t in sampled],
-            "tool_success_greedy": success[len(tasks) :],
-        }
-        offered = [len(task.tools or ()) for task in tasks]
-        for number in sorted(set(offered)):
-            values[f"{OFFERED}{number}"] = [
-                done for done, own in zip(success[len(tasks) :], offered, strict=True) if own == number
-            ]
+        sampled, surest = trajectories[: len(tasks)], trajectories[len(tasks) :]
+        values = self.tool_values(tasks, sampled)
+        values["tool_success_greedy"] = [float(solved(task, t, self.toolbox)) for task, t in zip(tasks, surest, strict=True)]
+        values |= by_offered(tasks, values["tool_success_greedy"])
+        for rule, replies in replies_by_rule(tasks).items():
+            earns = self.tool_values(tasks, [only_says(reply) for reply in replies])
+            earns |= by_offered(tasks, earns["tool_success"])
+            values |= {f"{name}{BASELINE}{rule}": rows for name, rows in earns.items()}
         samples = [
             self.sample("tool task", t.prompt_ids, t.ids, score, expected=", ".join(task.gt))
-            for task, t, score in zip(tasks, sampled, success[: len(tasks)], strict=True)
+            for task, t, score in zip(tasks, sampled, values["tool_success"], strict=True)
         ]
         return Examination(values, samples[:SAMPLES_PER_TASK])
+
+    def tool_values(self, tasks: Sequence[PromptTask], trajectories: Sequence[Trajectory]) -> RowValues:
+        """What an episode per task is worth."""
+        episodes = list(zip(tasks, trajectories, strict=True))
+        return {
+            "tool_success": [float(solved(task, done, self.toolbox)) for task, done in episodes],
+            "tool_earned": [float(earned(task, done, self.toolbox)) for task, done in episodes],
+            "tool_valid_frac": [float(calls_valid(done)) for done in trajectories],
+        }
 
     def sample(
         self, task: str, prompt: Sequence[int], reply: Sequence[int], score: float, *, expected: str = ""
@@ -312,6 +320,37 @@ def shorter_chosen(labels: Tensor) -> list[float]:
     """`BY_LENGTH` of a batch of pairs; labels [2n, T], n chosen, then n rejected."""
     chosen, rejected = answer_lengths(labels).chunk(2)
     return (0.5 + 0.5 * (rejected - chosen).sign()).tolist()
+
+
+def exact_baselines(name: str, questions: Sequence[Question]) -> RowValues:
+    """What always the most frequent reference earns."""
+    references = [normalised(question.reference) for question in questions]
+    constant = most_frequent(references)
+    return {f"{name}{BASELINE}constant": [float(reference == constant) for reference in references]}
+
+
+def by_offered(tasks: Sequence[PromptTask], success: Sequence[float]) -> RowValues:
+    """The values apart by how many tools the tasks offer."""
+    values: RowValues = {}
+    for task, done in zip(tasks, success, strict=True):
+        values.setdefault(f"{OFFERED}{len(task.tools or ())}", []).append(done)
+    return values
+
+
+def replies_by_rule(tasks: Sequence[PromptTask]) -> dict[str, list[str]]:
+    """By rule, what one says to each task who calls no tool and knows nothing of it but its question."""
+    constant = most_frequent([", ".join(task.gt) for task in tasks])
+    return {"constant": [constant] * len(tasks), "echo": [asked_by(task) for task in tasks]}
+
+
+def most_frequent(texts: Sequence[str]) -> str:
+    """The first of those that are there most often; empty where there is none."""
+    return max(Counter(texts).items(), key=lambda item: item[1], default=("", 0))[0]
+
+
+def only_says(text: str) -> Trajectory:
+    """An episode of one turn that is nothing but an answer."""
+    return Trajectory([], [], [], [], [Turn(text, ParsedTurn(thinking=None, answer=text, calls=[], malformed_calls=0))])
 
 
 def calls_valid(trajectory: Trajectory) -> bool:

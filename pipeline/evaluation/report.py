@@ -68,7 +68,7 @@ def markdown(
     parents: Mapping[str, str],
     confidence: float,
     curves: Sequence[str],
-    chance: Mapping[str, str] | None = None,
+    chance: Mapping[str, str],
 ) -> str:
     """The report: one table per metric family would hide comparisons, so it is one table, then verdicts, then curves."""
     shown = [name for name in METRICS if any(name in metrics for metrics in estimates.values())]
@@ -83,10 +83,9 @@ def markdown(
     for model, metrics in estimates.items():
         cells = [_cell(metrics.get(name)) for name in shown]
         lines.append(f"| {model} | " + " | ".join(cells) + " |")
-    if chance:
-        lines.append("| *chance* | " + " | ".join(chance.get(name, "-") for name in shown) + " |")
-    lines += ["", "## Tool tasks by number of tools offered, greedy", "", *_family(estimates, OFFERED)]
-    lines += ["", "## Reward terms", "", *_family(estimates, "reward_term_")]
+    lines += _chance_row(shown, chance)
+    lines += ["", "## Tool tasks by number of tools offered, greedy", "", *_family(estimates, OFFERED, chance)]
+    lines += ["", "## Reward terms", "", *_family(estimates, "reward_term_", chance)]
     lines += [
         "",
         "## Against the parent",
@@ -106,7 +105,12 @@ def markdown(
     return "\n".join(lines)
 
 
-def _family(estimates: Mapping[str, Mapping[str, Estimate]], prefix: str) -> list[str]:
+def _chance_row(names: Sequence[str], chance: Mapping[str, str]) -> list[str]:
+    """The last row of a table; none where no metric of it has a chance level."""
+    return ["| *chance* | " + " | ".join(chance.get(name, "-") for name in names) + " |"] if chance.keys() & set(names) else []
+
+
+def _family(estimates: Mapping[str, Mapping[str, Estimate]], prefix: str, chance: Mapping[str, str]) -> list[str]:
     """A table of the metrics that begin so; nothing where no model has one."""
     names = sorted({name for metrics in estimates.values() for name in metrics if name.startswith(prefix)})
     if not names:
@@ -118,6 +122,7 @@ def _family(estimates: Mapping[str, Mapping[str, Estimate]], prefix: str) -> lis
             f"| {model} | " + " | ".join(_cell(metrics.get(name)) for name in names) + " |"
             for model, metrics in estimates.items()
         ),
+        *_chance_row(names, chance),
     ]
 
 

@@ -7,7 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from pipeline.checkpoint.files import write_atomically
-from pipeline.evaluation.catalogue import METRICS, PARENTS
+from pipeline.evaluation.catalogue import BASELINE, METRICS, PARENTS, RULES
 from pipeline.evaluation.panel import BY_LENGTH, Examination, RowValues
 from pipeline.evaluation.statistics import Estimate, Verdict, mean, proportion, ratio, verdict
 
@@ -16,7 +16,7 @@ def estimates_of(values: RowValues, confidence: float) -> dict[str, Estimate]:
     """Estimates by metric: 0/1 rows as proportions, `bits` over `bytes` as a ratio, everything else as a mean."""
     estimates = {}
     for name, rows in values.items():
-        if not rows or name in ("bytes", BY_LENGTH):
+        if not rows or name == "bytes" or BASELINE in name:
             continue
         if name == "bits":
             estimates["bits_per_byte"] = ratio(rows, values["bytes"], confidence)
@@ -28,14 +28,22 @@ def estimates_of(values: RowValues, confidence: float) -> dict[str, Estimate]:
 
 
 def chance_of(measured: Mapping[str, RowValues]) -> dict[str, str]:
-    """By metric, what is earned without reading an answer; pairs are the same for all models."""
-    shorter = next((rows for values in measured.values() if (rows := values.get(BY_LENGTH))), None)
-    if not shorter:
-        return {}
-    share = sum(shorter) / len(shorter)
+    """By metric, what is earned without a model, in words; baselines are the same for all models."""
+    baselines = {name: rows for values in measured.values() for name, rows in values.items() if BASELINE in name and rows}
+    said: dict[str, list[str]] = {}
+    for name, rows in baselines.items():
+        metric, _, rule = name.rpartition(BASELINE)
+        share = sum(rows) / len(rows)
+        found = _by_length(share) if name == BY_LENGTH else [f"{share:.3f} {RULES[rule]}"]
+        for own in (metric, f"{metric}_greedy"):
+            said.setdefault(own, []).extend(found)
+    return {metric: "; ".join(found) for metric, found in said.items()}
+
+
+def _by_length(share: float) -> list[str]:
+    """The same of pairs, where `share` of the chosen answers are the shorter ones."""
     rule = "shorter" if share >= 0.5 else "longer"
-    by_length = f"{max(share, 1 - share):.3f} by length (always the {rule})"
-    return {"preference_accuracy": f"{by_length}; 0.500 by position; 0 by equal scores"}
+    return [f"{max(share, 1 - share):.3f} {RULES['length']} (always the {rule})", "0.500 by position", "0 by equal scores"]
 
 
 def verdicts_of(measured: Mapping[str, RowValues], confidence: float) -> dict[str, dict[str, Verdict]]:

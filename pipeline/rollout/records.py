@@ -20,7 +20,7 @@ from pipeline.tools.registry import ToolResult
 _TOOL_TAG = re.compile(r"(<\s*+/?\s*+tool_(?:call|response)\b[^<>]*>)")  # spelled loosely: a policy forges them as text, too
 _DECODER = json.JSONDecoder()
 _CLOSING_CALL = re.compile(r"<\s*/\s*tool_call\b[^<>]*>")
-_CLOSING = re.compile(r"<\s*/\s*(?:think|tool_call|tool_response)\b[^<>]*>")
+_CLOSING = re.compile(r"<\s*/\s*tool_(?:call|response)\b[^<>]*>")
 
 
 class StopReason(StrEnum):
@@ -157,8 +157,9 @@ class Trajectory:
     def answer_beside(self, given: Sequence[ToolResult]) -> str:
         """`final_answer`, also without copies of results that are `given` in the prompt.
 
-        It stands in the last turn, outside think blocks and tool tags, after the last tag that closes something, and is no copy
-        of a result's JSON object or list. Empty unless the trajectory ended by itself, for a cut answer is none.
+        It stands in what `parse_turn` calls the answer of the last turn, outside tool tags, after the last one that closes a call
+        or a result, and is no copy of a result's JSON object or list. Empty unless the trajectory ended by itself, for a cut
+        answer is none.
         """
         if self.stop is not StopReason.EOS:
             return ""

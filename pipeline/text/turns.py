@@ -7,6 +7,7 @@ are the same.
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,8 @@ class ParsedTurn:
         thinking: Stripped text of the think blocks; None when the turn has none.
         answer: Stripped text outside every think block, tool calls included; a block that is never closed reaches to the end.
         calls: The well-formed tool calls of the answer, in order.
-        malformed_calls: How many bodies between call tags were not calls, plus the tags without a partner.
+        malformed_calls: How many bodies between call tags were not calls, plus the tags without a partner. An opening tag
+            inside of a body has none, unless the body is a call, whose text it is then.
         closed_once: Whether its think tags are those of one block, closed once.
     """
 
@@ -48,9 +50,9 @@ class ParsedTurn:
 def parse_turn(text: str, *, open_thinking: bool) -> ParsedTurn:
     """Parts of one assistant turn, as sampled and decoded; never raises, whatever a model wrote.
 
-    Blocks may be nested. What stands before a first tag that is `</think>` is thinking, too. With `open_thinking` the prompt
-    ended inside the think block: a turn that never closes it is thinking and nothing else, and one that opens it again at its
-    beginning has one block.
+    Blocks may be nested. All that stands before a `</think>` which closes nothing is thinking, too: who writes it means to have
+    thought. With `open_thinking` the prompt ended inside the think block: a turn that never closes it is thinking and nothing
+    else, and one that opens it again at its beginning has one block.
 
     Args:
         text: The decoded turn after the generation prompt, without `<|im_end|>`; think and tool tags are visible.
@@ -59,13 +61,22 @@ def parse_turn(text: str, *, open_thinking: bool) -> ParsedTurn:
     tags = _THINK_TAG.findall(text)
     if open_thinking and text.lstrip().startswith("<think>"):
         text, tags = text.lstrip().removeprefix("<think>"), tags[1:]
-    opened = open_thinking or tags[:1] == ["</think>"]
+    opened = max(int(open_thinking), _unopened(tags))
     answer, thinking = split_blocks(text, _THINK_TAG, opened=opened)
     closed_once = tags == (["</think>"] if opened else ["<think>", "</think>"])
     bodies, unpaired = _call_bodies(answer)
-    calls = [_parse_call(body) for body in bodies]
-    malformed_calls = calls.count(None) + unpaired
-    return ParsedTurn(thinking, answer, [call for call in calls if call], malformed_calls, closed_once)
+    read = [(_parse_call(body), body) for body in bodies]
+    malformed = unpaired + sum(1 + body.count("<tool_call>") for call, body in read if call is None)
+    return ParsedTurn(thinking, answer, [call for call, _ in read if call], malformed, closed_once)
+
+
+def _unopened(tags: Sequence[str]) -> int:
+    """How many closing tags have no opening one before them: inside of so many blocks a text begins."""
+    depth = lowest = 0
+    for tag in tags:
+        depth += -1 if "/" in tag else 1
+        lowest = min(lowest, depth)
+    return -lowest
 
 
 def split_thinking(content: str, reasoning: str = "") -> tuple[str, str]:
@@ -95,7 +106,7 @@ def split_thinking(content: str, reasoning: str = "") -> tuple[str, str]:
     return " ".join(filter(None, pieces[1::2])), " ".join(filter(None, pieces[::2]))
 
 
-def split_blocks(text: str, tag: re.Pattern[str], *, opened: bool = False) -> tuple[str, str | None]:
+def split_blocks(text: str, tag: re.Pattern[str], *, opened: int = 0) -> tuple[str, str | None]:
     """The stripped text outside and inside the blocks of a tag; inside is None when there is no block.
 
     A block that is never closed reaches to the end; a closing tag that closes nothing is text.
@@ -103,10 +114,10 @@ def split_blocks(text: str, tag: re.Pattern[str], *, opened: bool = False) -> tu
     Args:
         text: What to split.
         tag: Matches opening and closing tags, as its only group; closing ones have a slash.
-        opened: Whether the text begins inside a block.
+        opened: Inside of how many blocks the text begins.
     """
     pieces = tag.split(text)  # text, tag, text, tag, ..., text
-    depth, blocks = int(opened), opened
+    depth, blocks = opened, opened > 0
     sides: tuple[list[str], list[str]] = ([], [])
     sides[depth > 0].append(pieces[0])
     for mark, piece in zip(pieces[1::2], pieces[2::2], strict=True):
