@@ -501,3 +501,20 @@ def test_rows_whose_tools_nothing_answers_are_dropped_with_their_names_or_abort(
     own = Toolbox(own={name: Tool(TOOL, lambda arguments: 1), "unit_converter": Tool(other, lambda arguments: 1)})
     assert not prompt_set(prepared, tokenizer, max_prompt_len=999, toolbox=own).dropped
     assert not prompt_set(prepared, tokenizer, max_prompt_len=999).dropped  # nothing is called
+
+
+@pytest.mark.parametrize("frac", [0.0, 0.3, 0.5, 1.0])
+def test_pairs_of_many_epochs_are_given_once_in_each_form(build, tokenizer, frac):
+    """As the epochs themselves draw them, and of a million epochs at once: nobody waits for draws that give nothing new."""
+    _, encoded = build("dpo", pairs(30))
+    options = {"batch_size": 5, "seed": 2, "tokenizer": tokenizer, "drop_empty_think_frac": frac}
+    batches = PairBatches(encoded / "train.arrow", **options)
+
+    def forms(given):
+        return [(row, drop) for batch in given for row, drop in zip(batch.rows, batch.dropped, strict=True)]
+
+    for epochs in (1, 2, 4):
+        drawn = [batches.batch(epoch, index) for epoch in range(epochs) for index in range(batches.batches_per_epoch)]
+        assert sorted(forms(batches.of_epochs(epochs))) == sorted(set(forms(drawn)))
+    every = forms(batches.of_epochs(10**6))
+    assert len(every) == len(set(every)) == batches.num_rows * (2 if 0 < frac < 1 else 1)

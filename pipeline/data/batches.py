@@ -254,9 +254,15 @@ class PairBatches:
 
     def of_epochs(self, epochs: int) -> Iterator[PairBatch]:
         """Every pair once in each form that any of the epochs gives it, as stored or without empty think blocks."""
-        draws = [_draw(self._seed, epoch, self._drop_empty_think_frac, self.num_rows) for epoch in range(epochs)]
-        for dropped in (False, True):
-            yield from self._each(np.flatnonzero((np.array(draws) == dropped).any(axis=0)), dropped=dropped)
+        drops = np.zeros((2, self.num_rows), dtype=bool)  # as stored and without, whether an epoch gives a pair so
+        varies = 0 < self._drop_empty_think_frac < 1
+        for epoch in range(epochs if varies else min(epochs, 1)):
+            dropped = _draw(self._seed, epoch, self._drop_empty_think_frac, self.num_rows)
+            drops |= np.stack([~dropped, dropped])
+            if drops.all():  # later epochs, of which there may be a million, give nothing new
+                break
+        for without, given in enumerate(drops):
+            yield from self._each(np.flatnonzero(given), dropped=bool(without))
 
     def _each(self, rows: Ints, *, dropped: bool) -> Iterator[PairBatch]:
         order = rows[np.argsort(self._lengths[rows], kind="stable")]
