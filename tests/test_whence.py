@@ -154,6 +154,48 @@ def test_an_edited_file_is_told_from_a_foreign_one(project: Path, tmp_path: Path
             origin(tmp_path, name)
 
 
+def test_what_a_merge_made_or_left_aside_and_what_lies_in_a_stash_is_found(tmp_path: Path) -> None:
+    """`ours` is what a merge took, `theirs` what it did not, with its branch gone; `merged` is made while one is resolved."""
+    root = tmp_path / "project"
+    run(tmp_path, "git", "init", "-q", "-b", "main", str(root))
+    (root / "dvc.lock").write_text("")
+    run(root, "git", "add", "dvc.lock")
+
+    def made(what: str, *then: str) -> None:
+        (root / "made.bin").write_text(what)
+        shutil.copy(root / "made.bin", root / f"{what}.kept")
+        md5 = digest(root / "made.bin")
+        entry = {"cmd": what, "outs": [{"path": "made.bin", "md5": md5}]}
+        (root / "dvc.lock").write_text(json.dumps({"schema": "2.0", "stages": {"left": entry}}))
+        run(root, "git", *(then or ("commit", "-qam", what)))
+
+    def subjects(what: str) -> set[str]:
+        shown = ["git", "show", "--no-patch", "--format=%s", *(each["commit"] for each in origin(root, f"{what}.kept").commits)]
+        return set(subprocess.run(shown, cwd=root, check=True, capture_output=True, text=True).stdout.splitlines())
+
+    made("first")
+    run(root, "git", "checkout", "-qb", "side")
+    made("theirs")
+    run(root, "git", "checkout", "-q", "main")
+    made("ours")
+    run(root, "git", "merge", "-q", "-s", "ours", "-m", "merge", "side")
+    run(root, "git", "branch", "-qD", "side")
+    run(root, "git", "checkout", "-qb", "other")
+    made("another")
+    run(root, "git", "checkout", "-q", "main")
+    made("more")
+    run(root, "git", "merge", "-q", "--no-commit", "-s", "ours", "other")
+    made("merged")
+    for name in ("older", "stashed"):
+        made(name, "stash", "push", "-q", "-m", name)
+    made("amended")
+    made("last", "commit", "-qa", "--amend", "-m", "last")
+    for what in ("first", "theirs", "ours", "another", "more", "merged", "amended", "last"):
+        assert subjects(what) == {what}
+    assert subjects("older") == {"On main: older"}
+    assert subjects("stashed") == {"On main: stashed"}
+
+
 def test_outside_git_the_workspace_is_all(project: Path, tmp_path: Path) -> None:
     for name in ("dvc.lock", "kept1.pth", "kept3.pth"):
         shutil.copy(project / name, tmp_path / name)

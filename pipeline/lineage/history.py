@@ -5,6 +5,7 @@ wrote it, and from there, through what that stage read, everything before it.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -100,8 +101,8 @@ class Lock:
 def locks_with(root: Path, digest: str, *, read: bool = False) -> Iterator[Lock]:
     """The versions of dvc.lock in which a stage wrote a digest: the workspace's, then the commits that brought it, newest first.
 
-    Branches, tags and DVC's experiments count. Outside git there is the workspace's alone. Commits in which the file is damaged
-    are left out.
+    Branches, tags and DVC's experiments count, stashes, and what a reflog still has. Outside git there is the workspace's alone.
+    Commits in which the file is damaged are left out.
 
     Args:
         root: the repository.
@@ -110,10 +111,13 @@ def locks_with(root: Path, digest: str, *, read: bool = False) -> Iterator[Lock]
     """
     if digest in (file_at(root, None, LOCK) or ""):
         yield from _if_named(Lock(None, None, _stages(file_at(root, None, LOCK) or "", str(root / LOCK))), digest, read)
-    # -S: the commits in which the number of occurrences changes, so those that bring a digest and those that drop it.
-    for line in git(root, "log", "--all", "--format=%H %cI", f"-S{digest}", "--", LOCK).splitlines():
-        commit, _, time = line.partition(" ")
-        text = text_at(root, commit, LOCK) or ""
+    # -S: the commits in which the number of occurrences changes, so those that bring a digest and those that drop it. Without
+    # --full-history a merge hides the side that it did not take. With -m a merge has a line per parent from which it differs;
+    # in one that differs from all of them, as a stash does, the digest is new.
+    search = ("log", "--all", "--reflog", "--full-history", "-m", "--no-patch", "--format=%H %cI %P", f"-S{digest}", "--", LOCK)
+    for line, times in Counter(git(root, *search).splitlines()).items():
+        commit, time, *parents = line.split()
+        text = (text_at(root, commit, LOCK) or "") if times >= len(parents) else ""
         if digest in text:
             with suppress(DataError):  # somebody committed a conflict: other commits may know, too
                 yield from _if_named(Lock(commit, time, _stages(text, commit)), digest, read)
@@ -139,7 +143,7 @@ def lock_at(root: Path, commit: str | None) -> Lock | None:
 
 def commits_with_lock(root: Path) -> list[str]:
     """The commits of branches and tags that changed dvc.lock, newest first; experiments are not among them."""
-    return git(root, "log", "--branches", "--tags", "--format=%H", "--", LOCK).split()
+    return git(root, "log", "--branches", "--tags", "--full-history", "--format=%H", "--", LOCK).split()
 
 
 def experiment_commit(root: Path, name: str) -> str | None:
