@@ -22,7 +22,7 @@ from pipeline.lineage.records import recorded_runs
 from pipeline.supervise.ancestry import VARIABLE, Ancestor
 from pipeline.tracking.episodes import MAX_EPISODES, read_episode
 from pipeline.tracking.rebuild import FLOW_RUN, Rebuild
-from pipeline.tracking.records import Record, is_complete
+from pipeline.tracking.records import Record, noted_complete
 from pipeline.tracking.replay import send_missing
 
 ROOT = Path(__file__).parents[1]
@@ -248,7 +248,7 @@ def test_links_lead_to_the_store_that_has_the_run(workspace: Path, tmp_path: Pat
     monkeypatch.setenv("MLFLOW_TRACKING_URI", own)  # put back: MLflow sets it
     list(send_missing([folder], other))
     record = Record(folder)
-    assert record.tracking_uri == other and is_complete(folder) and not is_complete(folder, own)
+    assert record.tracking_uri == other and noted_complete(folder) and not noted_complete(folder, own)
     assert MlflowClient(other).get_run(record.mlflow_id).data.tags["run.uid"] == record.about["uid"]
 
 

@@ -29,7 +29,7 @@ from pipeline.stage import stage_run
 from pipeline.supervise import hold
 from pipeline.tracking.leftovers import DAY_S
 from pipeline.tracking.records import all_runs
-from pipeline.tracking.run_folder import RunFolder, write_json
+from pipeline.tracking.run_folder import RunFolder, read_json, write_json
 from pipeline.yaml_files import read_yaml
 
 ROOT = Path(__file__).parents[1]
@@ -265,11 +265,21 @@ def test_runs_that_were_left_behind_are_counted(repository: Path) -> None:
 
 def test_what_mlflow_lacks_is_named(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = train(repository)
-    assert workspace.check_mlflow(repository, params()).severity is OK
+    name = folder.path.relative_to(repository / ".runs")
+    lacks = f"lacks of 1 runs: {name}; `python -m pipeline replay --all`"
+    line = workspace.check_mlflow(repository, params())  # it was sent to a store that has gone since
+    assert line.severity is WARN and lacks in line.text
+    for state, there in (("deleted", False), ("active", True)):
+        (repository / "mlflow.db").unlink(missing_ok=True)
+        with closing(sqlite3.connect(repository / "mlflow.db")) as connection, connection:
+            connection.execute("CREATE TABLE runs (run_uuid TEXT, lifecycle_stage TEXT)")
+            connection.execute("CREATE TABLE tags (run_uuid TEXT, key TEXT, value TEXT)")
+            connection.execute("INSERT INTO runs VALUES ('r', ?)", (state,))
+            connection.execute("INSERT INTO tags VALUES ('r', 'run.uid', ?)", (read_json(folder.about)["uid"],))
+        assert (workspace.check_mlflow(repository, params()).severity is OK) == there
     folder.feeder_note.unlink()
     line = workspace.check_mlflow(repository, params())
-    name = folder.path.relative_to(repository / ".runs")
-    assert line.severity is WARN and f"lacks of 1 runs: {name}; `python -m pipeline replay --all`" in line.text
+    assert line.severity is WARN and lacks in line.text
     with hold(folder.feeder_lock, wait=False):  # it is being sent
         assert workspace.check_mlflow(repository, params()).severity is OK
     off = params().model_copy(update={"runtime": params().runtime.model_copy(update={"mlflow": False})})

@@ -21,7 +21,7 @@ from pipeline.params.schema import Runtime
 from pipeline.stage import stage_run
 from pipeline.supervise import hold, hold_unless, is_held
 from pipeline.tracking.home import VARIABLE, home
-from pipeline.tracking.records import is_complete
+from pipeline.tracking.records import noted_complete
 from pipeline.tracking.run_folder import RunFolder, read_json
 
 ROOT = Path(__file__).parents[1]
@@ -114,7 +114,7 @@ def test_every_way_that_dvc_runs_a_stage_ends_in_the_same_record(tmp_path: Path,
             commit(tmp_path, "lineage")
     runs = [RunFolder(path.parent) for path in (tmp_path / ".runs/grpo").glob("*/*/run.json")]
     assert sorted(read_json(run.about)["params"]["grpo"]["lr"] for run in runs) == sorted(WAYS)
-    wait_for(lambda: all(is_complete(run) for run in runs), 120)
+    wait_for(lambda: all(noted_complete(run) for run in runs), 120)
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     wait_for(lambda: len(client.search_model_versions("name = 'minimind-grpo'")) == len(WAYS), 60)
     made = {read_json(run.exit)["outputs"]["checkpoints/grpo.pth"] for run in runs}

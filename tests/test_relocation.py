@@ -16,7 +16,7 @@ from pipeline.diagnosis.findings import Severity
 from pipeline.errors import PipelineError
 from pipeline.lineage.records import run_page
 from pipeline.reading.workspace import check_mlflow
-from pipeline.tracking.records import Record, is_complete
+from pipeline.tracking.records import Record, noted_complete
 from pipeline.tracking.replay import incomplete_runs, send_missing
 from pipeline.tracking.run_folder import RunFolder
 from pipeline.tracking.store import artifact_root, is_server, moved_from, open_store, own_store, sqlite_file, sqlite_uri
@@ -91,6 +91,6 @@ def test_a_copied_folder_is_told_and_relocated_by_one_command(tmp_path: Path, mo
     assert before == {path: path.read_bytes() for path in first.rglob("*") if path.is_file() and "mlartifacts" in path.parts}
     (older,) = (RunFolder(path.parent) for path in (copy / ".runs/agent").glob("*/*/run.json") if path.parent != later.path)
     record = Record(older)
-    assert is_complete(older) and record.tracking_uri == own_store(copy)
+    assert noted_complete(older) and record.tracking_uri == own_store(copy)
     run = MlflowClient(own_store(copy)).get_run(record.mlflow_id)
     assert run.data.tags["run.folder"] == str(older.path) and "lr" in load_text(f"{run.info.artifact_uri}/params.json")

@@ -20,7 +20,7 @@ from pipeline.errors import ParamsError, PipelineError
 from pipeline.supervise import hold
 from pipeline.tracking import proof
 from pipeline.tracking import sender as sending
-from pipeline.tracking.records import find_runs, is_complete
+from pipeline.tracking.records import find_runs, noted_complete
 from pipeline.tracking.replay import incomplete_runs, send_missing
 from pipeline.tracking.run_folder import RunFolder, read_json, write_json
 from pipeline.tracking.saves import committed_sizes
@@ -230,7 +230,7 @@ def test_whatever_interrupts_the_feeder_a_replay_leaves_each_point_once(attempts
         trainer.end(0)
         store.interrupt = lambda effect: effect()
         (line,) = send_missing([folder], None)
-        assert line.endswith(f"FINISHED, complete in {URI}") and is_complete(folder)
+        assert line.endswith(f"FINISHED, complete in {URI}") and noted_complete(folder)
         assert received(store.kept()) == expected(folder)
         assert store.kept().status == "FINISHED"
         again = list(send_missing([folder], None))
@@ -247,11 +247,11 @@ def test_runs_that_a_hung_server_makes_late_go_and_false_confirmations_are_found
         patch.setattr(store, "_log_batch", deaf)
         with pytest.raises(PipelineError, match="fake: lacks what it has confirmed"):
             list(send_missing([ended], None))
-        assert not is_complete(ended)
+        assert not noted_complete(ended)
         patch.undo()
         patch.setattr(sending, "open_store", lambda uri, root: (store, "1"))
         list(send_missing([ended], None))
-    assert received(store.kept()) == expected(ended) and is_complete(ended)
+    assert received(store.kept()) == expected(ended) and noted_complete(ended)
 
 
 @pytest.fixture
@@ -305,7 +305,7 @@ def test_a_store_that_was_lost_or_restored_in_part_is_asked_and_gets_what_it_lac
         folder.samples.unlink()
         with pytest.raises(PipelineError, match="not complete in .*: MLflow lacks samples up to step 9, which `pipeline gc` has"):
             list(send_missing([folder], None))
-        assert not is_complete(folder)
+        assert not noted_complete(folder)
 
 
 def test_what_is_still_sent_or_trained_is_refused_and_the_rest_goes(ended: RunFolder) -> None:
@@ -332,4 +332,4 @@ def test_a_store_that_fails_is_one_line_per_run(ended: RunFolder, monkeypatch: p
         list(send_missing([ended, ended], None))
     (line, twice) = error.value.lines
     assert line == twice and line.endswith(f": {URI}: failed after 0 points: connection refused; mend it and replay again")
-    assert not is_complete(ended) and read_json(ended.feeder_note) == {}
+    assert not noted_complete(ended) and read_json(ended.feeder_note) == {}

@@ -1,9 +1,10 @@
 """Every check with the stages it is put to and its limits. `docs/diagnosis.md` has the same as a table; a test compares them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from pipeline.diagnosis import rollout_checks, update_checks
-from pipeline.diagnosis.findings import Check, Finding, Limit, Severity
+from pipeline.diagnosis.findings import Finding, Limit, Severity
 from pipeline.diagnosis.signals import NO_GAIN, Signals
 
 SUPERVISED = ("pretrain", "full_sft", "lora", "dpo", "reward")
@@ -12,6 +13,32 @@ GROUP = ("grpo", "agent")
 ROLLOUT = ("ppo", *GROUP)
 TRAINED = (*SUPERVISED, *ROLLOUT)
 OWN = "own choice"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A question to a run's record.
+
+    Attributes:
+        judge: gives the finding, or None when there is none or too little is known. Its name is the finding's.
+        stages: whose runs it is put to.
+        keys: metrics that it reads; one that ends in `/` stands for all that begin so.
+        limit: what the figure that it forms is compared with.
+        at_end: whether only a run that has ended can be asked.
+        unless: findings that explain this one, so that it is not made beside them.
+    """
+
+    judge: Callable[[Signals, Limit], Finding | None]
+    stages: tuple[str, ...]
+    keys: tuple[str, ...]
+    limit: Limit
+    at_end: bool = False
+    unless: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.judge.__name__
+
 
 CHECKS = (
     Check(

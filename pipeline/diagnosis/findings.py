@@ -1,12 +1,7 @@
 """What a check says, and what it measures by."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pipeline.diagnosis.signals import Signals
 
 
 class Severity(StrEnum):
@@ -75,28 +70,3 @@ class Limit:
             if bound is not None and sign * figure >= sign * bound:
                 return severity
         return None
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """A question to a run's record.
-
-    Attributes:
-        judge: gives the finding, or None when there is none or too little is known. Its name is the finding's.
-        stages: whose runs it is put to.
-        keys: metrics that it reads; one that ends in `/` stands for all that begin so.
-        limit: what the figure that it forms is compared with.
-        at_end: whether only a run that has ended can be asked.
-        unless: findings that explain this one, so that it is not made beside them.
-    """
-
-    judge: "Callable[[Signals, Limit], Finding | None]"
-    stages: tuple[str, ...]
-    keys: tuple[str, ...]
-    limit: Limit
-    at_end: bool = False
-    unless: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        return self.judge.__name__

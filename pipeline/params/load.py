@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from pipeline.errors import ParamsError
+from pipeline.params.misfits import misfits
 from pipeline.params.schema import Params
 from pipeline.yaml_files import read_yaml
 
@@ -35,9 +36,12 @@ def parse_params(tree: Any, source: str = "params.yaml") -> Params:
     if not isinstance(tree, dict):
         raise ParamsError(f"{source}: must be a mapping of sections, got {type(tree).__name__}")
     try:
-        return Params.model_validate(tree)
+        params = Params.model_validate(tree)
     except ValidationError as error:
         raise ParamsError(*(f"{source}: {line}" for line in _lines(error.errors()))) from None
+    if faults := list(misfits(params)):
+        raise ParamsError(*(f"{source}: {line}" for line in faults))
+    return params
 
 
 def check_files(params: Params, root: Path) -> None:
@@ -112,7 +116,7 @@ def _lines(faults: Sequence[Any]) -> Iterator[str]:
                 if loc not in [(*extra[:-1], name) for extra, name in meant.items()]:
                     yield f"{path}: missing; params.yaml is complete, there are no defaults (profiles/ has every key)"
             case "value_error":  # of `Section._fits`
-                yield from (f"{path}.{line}" if path else line for line in str(fault["ctx"]["error"]).splitlines())
+                yield from (f"{path}.{line}" for line in str(fault["ctx"]["error"]).splitlines())
             case _:
                 yield f"{path}={_shown(given)}: {fault['msg'][0].lower()}{fault['msg'][1:]}"
 

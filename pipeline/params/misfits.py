@@ -1,19 +1,16 @@
 """Values that do not fit those of another section."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from pipeline.params.ranges import MAX_PARAMETERS
+from pipeline.params.schema import Params
 from pipeline.params.sizes import cache_bytes, num_parameters
-
-if TYPE_CHECKING:
-    from pipeline.params.schema import Params
 
 FLOAT_BYTES = 4
 GIB = 2**30
 
 
-def misfits(params: "Params") -> Iterator[str]:
+def misfits(params: Params) -> Iterator[str]:
     """A line each, which begins with a key."""
     model, window = params.model, params.model.max_position_embeddings
     allowed = f"must be <= model.max_position_embeddings={window}"

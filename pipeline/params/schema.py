@@ -9,7 +9,6 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from pipeline.params.misfits import misfits
 from pipeline.params.ranges import (
     Count,
     Epochs,
@@ -391,6 +390,3 @@ class Params(Section):
     tools: Tools
     eval: Eval
     runtime: Runtime
-
-    def _faults(self) -> Iterator[str]:
-        yield from misfits(self)

@@ -5,7 +5,7 @@ import sqlite3
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -20,7 +20,8 @@ from pipeline.params import Params, load_params
 from pipeline.reading.lines import Line, listed
 from pipeline.supervise import is_held
 from pipeline.tracking.leftovers import DAY_S, KEEP_DAYS, abandoned
-from pipeline.tracking.records import all_runs, is_complete
+from pipeline.tracking.records import all_runs, noted_complete
+from pipeline.tracking.run_folder import RunFolder, read_json
 from pipeline.tracking.store import is_server, moved, moved_from, own_store, sqlite_file, tracking_uri
 from pipeline.yaml_files import read_yaml
 
@@ -104,7 +105,7 @@ def check_scratch(home: Path) -> Line:
 
 
 def check_mlflow(home: Path, params: Params | None) -> Line:
-    """Whether the store answers, and has all of every run that has ended."""
+    """Whether the store answers, and every run that has ended was sent to it; of a SQLite file also whether it still has them."""
     store = tracking_uri(home)
     uri = masked(store)
     if store == own_store(home) and (old := moved_from(home)) is not None:
@@ -114,11 +115,29 @@ def check_mlflow(home: Path, params: Params | None) -> Line:
         return Line("mlflow", Severity.WARN, f"{uri}: {fault}; {advice}")
     named = os.environ.get("MLFLOW_TRACKING_URI")
     ended = [run for run in all_runs(home) if not is_held(run.lock) and not is_held(run.feeder_lock)]
-    lacks = [run.path.relative_to(home / ".runs").as_posix() for run in ended if not is_complete(run, named)]
+    there = _runs_there(store)
+    lost = (run for run in ended if there is not None and _sent_to(run) == uri and read_json(run.about).get("uid") not in there)
+    lacking = {run.path for run in (*(run for run in ended if not noted_complete(run, named)), *lost)}
+    lacks = sorted(path.relative_to(home / ".runs").as_posix() for path in lacking)
     if lacks and (params is None or params.runtime.mlflow):
         text = f"{uri} lacks of {len(lacks)} runs: {listed(lacks)}; `python -m pipeline replay --all` sends it"
         return Line("mlflow", Severity.WARN, text)
-    return Line("mlflow", Severity.OK, f"{uri}: {len(ended) - len(lacks)} ended runs, complete")
+    return Line("mlflow", Severity.OK, f"{uri}: {len(ended) - len(lacks)} ended runs, sent whole")
+
+
+def _sent_to(run: RunFolder) -> str:
+    """The store that has got a run, by its note."""
+    return masked(str(read_json(run.feeder_note).get("tracking_uri", "")))
+
+
+def _runs_there(uri: str) -> set[str] | None:
+    """The runs of this project that a SQLite file holds, by uid; None of a server, which would have to be asked for each."""
+    if (file := sqlite_file(uri)) is None:
+        return None
+    query = "SELECT value FROM tags JOIN runs USING (run_uuid) WHERE key = 'run.uid' AND lifecycle_stage = 'active'"
+    with suppress(sqlite3.Error), closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True)) as connection:
+        return {value for (value,) in connection.execute(query)}
+    return set()
 
 
 def _store_fault(uri: str) -> str | None:

@@ -186,7 +186,7 @@ def find_runs(home: Path, names: Sequence[str]) -> list[RunFolder]:
     return [_find(home, name, folders) for name in names]
 
 
-def is_complete(folder: RunFolder, uri: str | None = None) -> bool:
+def noted_complete(folder: RunFolder, uri: str | None = None) -> bool:
     """Whether feeder.json says that the store at `uri`, or whichever it names, has all that the last attempt left."""
     about, noted = read_json(folder.about), read_json(folder.feeder_note)
     asked, sent = uri or noted.get("tracking_uri"), noted.get("tracking_uri")

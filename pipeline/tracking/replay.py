@@ -7,7 +7,7 @@ from pipeline.errors import HeldError, PipelineError
 from pipeline.masking import masked
 from pipeline.supervise import hold, is_held
 from pipeline.tracking.proof import Stores, lacking
-from pipeline.tracking.records import all_runs, is_complete
+from pipeline.tracking.records import all_runs, noted_complete
 from pipeline.tracking.run_folder import RunFolder, read_json
 from pipeline.tracking.sender import TRACKER_FAULTS, Sender
 
@@ -56,4 +56,4 @@ def _send(folder: RunFolder, uri: str | None) -> str:
 def incomplete_runs(root: Path, uri: str | None) -> list[RunFolder]:
     """Runs that have ended and that the store has not wholly, which it is asked for."""
     stores, ended = Stores(root), (folder for folder in all_runs(root) if not is_held(folder.lock))
-    return [each for each in ended if not is_complete(each, uri) or stores.fault(each, content=False, uri=uri)]
+    return [each for each in ended if not noted_complete(each, uri) or stores.fault(each, content=False, uri=uri)]
