@@ -36,22 +36,18 @@ def python(guard: Path, script: Path, *arguments: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-CASES = {
-    ("float32", "dense"): [
-        *("full_sft", "lora", "dpo", "grpo", "agent", "ppo", "chat"),
-        *("sampling in blocks", "sampling, truncated", "sampling, static"),
-    ],
-    ("bfloat16", "experts"): ["dpo, cached"],
-}
+STAGES = {"pretrain", "full_sft", "lora", "dpo", "reward", "ppo", "grpo", "agent", "evaluation", "chat", "export"}
+SAMPLING = {"sampling in blocks", "sampling, truncated"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "kind"), CASES)
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_stages_keep_their_tensors_together(guard: Path, dtype: str, kind: str) -> None:
-    names = CASES[dtype, kind]
-    found = [json.loads(line) for line in python(guard, TESTS / "fake_cuda/steps.py", dtype, kind, *names)]
+    """One process for all cases, as its start takes as long as they do; what fails is named by case."""
+    found = [json.loads(line) for line in python(guard, TESTS / "fake_cuda/steps.py", dtype, kind)]
     faults = [f"{each['case']}: {each['fault']}" for each in found if each["fault"]]
-    assert sorted(each["case"] for each in found) == sorted(names) and not faults, "\n".join(faults)
+    assert STAGES | SAMPLING <= {each["case"] for each in found} and not faults, "\n".join(faults)
 
 
 MEETINGS = """

@@ -1,8 +1,8 @@
 """Every stage, both sampling loops, evaluation, chat and saves on the pretended device and on the CPU; a JSON line per case.
 
-    python steps.py GUARD DTYPE KIND      GUARD: guard.cpp, compiled; DTYPE: float32 or bfloat16; KIND: dense or experts
+    python steps.py GUARD DTYPE KIND [CASE...]      GUARD: guard.cpp, compiled; DTYPE: float32 or bfloat16; KIND: dense or experts
 
-A line holds the case and its fault, null where the device computed what the CPU does (in bfloat16: finite figures).
+A line holds the case, its seconds and its fault, null where the device computed what the CPU does (in bfloat16: finite figures).
 """
 
 import json
@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from test_evaluation import DEPS, REWARDS, make_eval, make_repository
 from test_group_loop import make_settings as group_settings
 from test_ppo_loop import make_settings as ppo_settings
-from tiny_runs import CPU, MOE, OPTIMIZER, MemoryRecorder, chats, make_model, make_set
+from tiny_runs import CPU, MOE, OPTIMIZER, MemoryRecorder, chats, make_model, make_set, pairs
 
 from pipeline.checkpoint.files import load_model, load_state, model_meta, save_model
 from pipeline.commands.chat import Conversation
@@ -65,6 +65,7 @@ class Cases:
         os.chdir(folder)
         self.tokenizer = make_repository(folder)
         make_set(folder / "data", "full_sft", chats(24), self.tokenizer)
+        make_set(folder / "data", "dpo", pairs(16), self.tokenizer)  # in place of long ones, which show no more
         self.changes = changes
         self.start = folder / "checkpoints/full_sft.pth"
         model = make_model(self.tokenizer, sharpness=4.0, max_position_embeddings=1024, **changes)
