@@ -17,6 +17,7 @@ from pipeline import __main__ as command_line
 from pipeline.__main__ import app
 from pipeline.errors import ParamsError
 from pipeline.evaluation.results import METRICS
+from pipeline.lineage.yardstick import yardstick
 from pipeline.pages.compare_page import compare_page
 from pipeline.reading.compare import as_json, compare
 from pipeline.reading.compare_text import printable
@@ -335,6 +336,66 @@ def test_it_ends_with_what_is_better_or_why_that_cannot_be_said(lineage: Path, m
     write_run(lineage, 8, stage="other")
     (none,) = compare(lineage, lineage, ["grpo", "other"]).conclusions
     assert none == "Nothing that says which is better was measured of both A (grpo) and B (other)."
+
+
+def test_runs_that_were_measured_differently_are_not_ranked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    known = {"data/prepared/rlaif": "a" * 32, "checkpoints/full_sft.pth": "b" * 32, "checkpoints/reward.pth": "c" * 32}
+    for number, changed in enumerate([{}, {"checkpoints/reward.pth": "d" * 32}, {"checkpoints/full_sft.pth": "e" * 32}], start=1):
+        write_run(tmp_path, number, inputs=known | changed, metrics=[(1, {"reward/mean": float(number)})])
+    paid = write_run(tmp_path, 4, inputs=known, metrics=[(1, {"reward/mean": 4.0})])
+    about = json.loads((paid / "run.json").read_text())
+    (paid / "run.json").write_text(json.dumps(about | {"params": about["params"] | {"rewards": {"answer": 9.0}}}))
+    write_run(tmp_path, 5, inputs=known, metrics=[(1, {"reward/mean": 5.0})], code=143)
+    said = compare(tmp_path, tmp_path, [f"mlflow{number}" for number in (1, 2, 3, 4, 5)]).conclusions
+    another = "reward/mean does not say which is better: {} has {} against 1, but measured with another {}."
+    assert said[0] == another.format("B", 2, "checkpoints/reward.pth")
+    assert said[1].startswith("C has the better reward/mean, C has 3 against 1, but one seed cannot tell")
+    assert said[2] == another.format("D", 4, "rewards.answer")
+    assert said[3] == "reward/mean does not say yet which is better: E has 5 against 1, and E did not finish."
+
+
+def test_one_recipe_and_seed_run_twice_is_no_difference_of_seeds(tmp_path: Path) -> None:
+    """Forced on another device, say, which gives other bytes."""
+    for number, made in ((1, "a"), (2, "b")):
+        write_run(tmp_path, number, outputs={"grpo.pth": made * 32}, metrics=[(1, {"reward/mean": float(number)})])
+    (said,) = compare(tmp_path, tmp_path, ["mlflow1", "mlflow2"]).conclusions
+    assert said == (
+        "A and B are one recipe with one seed, run twice: B has 2 against 1 in reward/mean, by machine, libraries or `runtime`."
+    )
+
+
+@pytest.mark.parametrize(
+    ("stage", "metric", "counts", "does_not"),
+    [
+        (
+            "grpo",
+            "reward/mean",
+            ["rewards.answer", "checkpoints/reward.pth", "data/prepared/rlaif"],
+            ["grpo.lr", "data/tokenizer"],
+        ),
+        ("full_sft", "val/loss", ["data/encoded/full_sft"], ["full_sft.lr", "checkpoints/pretrain.pth"]),
+        ("eval", "reward_mean", ["eval.temperature", "rewards.answer", "checkpoints/reward.pth"], ["checkpoints/grpo.pth"]),
+        ("eval", "preference_accuracy", ["data/prepared/dpo"], ["rewards.answer", "checkpoints/reward.pth", "plots/dpo.csv"]),
+        ("eval", "tool_success", ["tools.extra", "external/mine.py"], ["checkpoints/reward.pth", "external/None"]),
+    ],
+)
+def test_what_a_number_is_measured_with(stage: str, metric: str, counts: list[str], does_not: list[str]) -> None:
+    keys = [*counts, *does_not]
+    params, inputs = {key: 1 for key in keys if "/" not in key}, {key: "a" * 32 for key in keys if "/" in key}
+    assert sorted(yardstick(stage, metric, params, inputs)) == sorted(counts)
+
+
+def test_evaluations_on_other_panels_are_not_ranked(lineage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(lineage)
+    lock = lineage / "dvc.lock"
+    panel = "    params:\n      params.yaml:\n        eval.temperature: {}\n    outs:\n    - path: reports\n"
+    lock.write_text(lock.read_text().replace("    outs:\n    - path: reports\n", panel.format(0.8)))
+    (said,) = compare(lineage, lineage, ["grpo", "faster"]).conclusions
+    assert said.endswith(
+        "On the held-out panel: reward_mean does not say which is better: B has 0.900 [0.800, 1.000] against 0.500 [0.400, "
+        "0.600], but measured with another eval.temperature."
+    )
 
 
 def test_metrics_that_matter_come_first(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from pipeline.lineage.runs import run_that_made
 from pipeline.tracking.records import Record
 from pipeline.tracking.shapes import loads, parse_metrics
 
-EVALUATION = "metrics/eval.json"
+JUDGE, EVALUATION = "eval", "metrics/eval.json"
 NAMED = 200
 """Characters of a name that an error repeats."""
 BOUNDS = ("_low", "_high", "_n")
@@ -70,6 +70,7 @@ class Origin:
         steps: the stages that led here, parents first; the last one wrote the file.
         sources: digest by path of the data that all of it came from.
         evaluation: its metrics on the held-out panel, with their intervals; empty when the lineage does not evaluate it.
+        judge: the stage that measured these.
     """
 
     file: str
@@ -81,6 +82,7 @@ class Origin:
     steps: list[Step]
     sources: Mapping[str, str]
     evaluation: Mapping[str, float]
+    judge: Made | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +193,7 @@ def _origin(file: Path, known: str, written: _Written, root: Path, runs: Path) -
         steps=[Step(step.stage, step.params, step.deps, step.outs, _run_of(step, root, runs)) for step in lock.ancestry(made)],
         sources=lock.sources(made),
         evaluation=evaluation_of(root, lock, made),
+        judge=lock.stages.get(JUDGE),
     )
 
 
@@ -252,7 +255,7 @@ def _run_of(made: Made, root: Path, runs: Path) -> Run | None:
 
 def evaluation_of(root: Path, lock: Lock, made: Made) -> dict[str, float]:
     """What metrics/eval.json of the same commit says of the model, if `eval` had read it then."""
-    judge = lock.stages.get("eval")
+    judge = lock.stages.get(JUDGE)
     text = file_at(root, lock.commit, EVALUATION)
     if judge is None or text is None or not made.outs.items() <= (made.outs | judge.deps).items():
         return {}

@@ -1,5 +1,6 @@
 """What `doctor` prints: one line per thing that was looked at."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.diagnosis.findings import Severity
@@ -20,7 +21,7 @@ class Line:
         return f"{self.severity:<8} {self.what:<16} {self.text}"
 
 
-def listed(names: list[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     """The first few, and how many more there are."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more

@@ -24,11 +24,15 @@ class Repeats:
         recipe: what they have in common.
         runs: the runs.
         values: final values by metric, one per run that has it.
+        seeds: those of the run that was asked for.
+        finished: whether that one has.
     """
 
     recipe: Any
     runs: tuple[Record, ...]
     values: Mapping[str, list[float]]
+    seeds: tuple[tuple[str, str], ...]
+    finished: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ def repeats_of(record: Record, home: Path) -> Repeats:
     for run in by_seed.values():
         for key, value in finals(run).items():
             values.setdefault(key, []).append(value)
-    return Repeats(recipe, tuple(by_seed.values()), values)
+    return Repeats(recipe, tuple(by_seed.values()), values, own, record.finished)
 
 
 def _recipe(record: Record) -> tuple[Any, tuple[tuple[str, str], ...]]:

@@ -8,7 +8,7 @@ from typing import Any
 from pipeline.errors import ParamsError
 from pipeline.lineage.history import Lock, Made, experiment_commit, flat_params, lock_at
 from pipeline.lineage.runs import inputs_of, recorded, run_that_made
-from pipeline.lineage.whence import Step, evaluation_of, whence
+from pipeline.lineage.whence import JUDGE, Step, evaluation_of, whence
 from pipeline.tracking.records import Record, find_runs, run_at
 from pipeline.tracking.run_folder import RunFolder
 
@@ -29,6 +29,7 @@ class Side:
         record: its run; None once the folder is gone.
         evaluation: what `eval` measured of it, with intervals; empty where it did not.
         notes: what the reader should know about the choice.
+        judge: the stage that measured `evaluation`.
     """
 
     given: str
@@ -42,6 +43,7 @@ class Side:
     record: Record | None
     evaluation: Mapping[str, float]
     notes: Sequence[str] = ()
+    judge: Made | None = None
 
     def equals(self, other: "Side") -> bool:
         """Whether both are one run, or made the same bytes."""
@@ -131,6 +133,7 @@ def _file(root: Path, home: Path, name: str) -> Side:
         outputs=made.outs,
         record=record,
         evaluation=origin.evaluation,
+        judge=origin.judge,
     )
 
 
@@ -173,6 +176,7 @@ def _recorded(root: Path, name: str, lock: Lock, made: Made, record: Record | No
         record=record,
         evaluation=evaluation_of(root, lock, made) if record is None or record.outputs == made.outs else {},
         notes=notes,
+        judge=lock.stages.get(JUDGE),
     )
 
 

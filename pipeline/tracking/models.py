@@ -21,6 +21,7 @@ from pipeline.lineage.declaration import read_again, read_lock
 from pipeline.lineage.headlines import EVAL_HEADLINES, JUDGED_BY
 from pipeline.lineage.history import LOCK, experiment_commit
 from pipeline.lineage.runs import recorded
+from pipeline.lineage.yardstick import yardstick
 from pipeline.tracking.description import flatten, input_digests
 from pipeline.tracking.fed_run import FedRun
 from pipeline.tracking.names import tag_key
@@ -193,7 +194,7 @@ def _judge(client: MlflowClient, stage: str, version: ModelVersion, run: Run) ->
     if int(version.tags.get(AT, 0)) > run.info.start_time:  # the newest counts, whatever is replayed last
         return
     tags = {f"eval.{key}": f"{value:.6g}" for key, value in _measured(run, stage)}
-    tags |= {PANEL: _panel(run), AT: str(run.info.start_time), "eval.run": run.info.run_id}
+    tags |= {PANEL: _panel(run, stage), AT: str(run.info.start_time), "eval.run": run.info.run_id}
     for key, value in tags.items():
         if version.tags.get(key) != value:
             client.set_model_version_tag(version.name, version.version, key, value)
@@ -205,11 +206,11 @@ def _measured(run: Run, stage: str) -> Iterator[tuple[str, float]]:
             yield key, value
 
 
-def _panel(run: Run) -> str:
-    """What decides whether numbers of two evaluations compare: the rows, the settings and the tokenizer, not the models."""
+def _panel(run: Run, stage: str) -> str:
+    """What decides whether numbers of two evaluations compare: rows, settings, code, and the reward model where it judges."""
     inputs = input_digests(run.data.tags)
-    data = {path: value for path, value in inputs.items() if not path.startswith(("checkpoints/", "plots/"))}
-    return hashlib.sha256(json.dumps([data, run.data.params], sort_keys=True).encode()).hexdigest()[:12]
+    measured_with = yardstick("eval", JUDGED_BY[stage], run.data.params, inputs)
+    return hashlib.sha256(json.dumps(measured_with, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _move_best(client: MlflowClient, stage: str, name: str) -> None:
