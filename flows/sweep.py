@@ -29,9 +29,12 @@ from flows.report import artifact_key, cell, leave, link, number, ui_hint
 from pipeline.errors import ParamsError
 from pipeline.lineage.experiment import Experiment, describe_all
 from pipeline.lineage.headlines import EVAL_HEADLINES, HEADLINES, Goal
+from pipeline.lineage.history import experiment_commit, lock_at
 from pipeline.lineage.overrides import shown
 from pipeline.lineage.plan import read_plan
 from pipeline.lineage.spread import outside
+from pipeline.lineage.yardstick import differing, yardstick
+from pipeline.reading.lines import listed
 
 ROOT = Path(__file__).resolve().parents[1]
 POLL_S = 0.2
@@ -184,10 +187,30 @@ def _publish(stage: str, ended: Sequence[Member], metric: str, goal: Goal) -> No
         state, run = ("finished", link(member.finished.run)) if member.finished else (cell(member.error), "")
         cells = f"`{cell(str(member.experiment))}` | {number(value_of(member))} | {state} | {run} | {member.experiment.name}"
         lines.append(f"| {cells} |")
-    best = conclusion([(member.experiment, value) for member in ranked if (value := value_of(member)) is not None], metric, goal)
+    found = [(member.experiment, value) for member in ranked if (value := value_of(member)) is not None]
+    best = measured_apart([experiment for experiment, _ in found], metric) or conclusion(found, metric, goal)
     get_run_logger().info(best)
     hint = ui_hint(member.finished.run for member in ended if member.finished)
     leave("\n\n".join(filter(None, [best, "\n".join(lines), hint])), artifact_key(f"sweep-{stage}"))
+
+
+def measured_apart(experiments: Sequence[Experiment], metric: str) -> str | None:
+    """Why no value of the metric is the best: a grid over reward weights, say, changes what it means; None where it does not."""
+    used = [_measured_with(experiment, metric) for experiment in experiments]
+    apart = sorted({key for other in used[1:] for key in differing(used[0], other)})
+    if not apart:
+        return None
+    return f"No best: `{metric}` was measured with another {listed(apart)}, so its values do not compare; choose another metric."
+
+
+def _measured_with(experiment: Experiment, metric: str) -> Mapping[str, Any]:
+    """By the lock file that the experiment left; nothing where it left none."""
+    panel = experiment.stage in ("eval", "all")
+    stage, name = ("eval", metric.partition("/")[2]) if panel else (experiment.stage, metric)
+    commit = experiment_commit(experiment.root, experiment.name)
+    lock = lock_at(experiment.root, commit) if commit else None
+    made = lock.stages.get(stage) if lock is not None else None
+    return yardstick(stage, name, made.params, made.deps) if made is not None else {}
 
 
 def conclusion(found: Sequence[tuple[Experiment, float]], metric: str, goal: Goal) -> str:

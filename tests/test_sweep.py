@@ -1,6 +1,7 @@
 """The flows with overrides against a real, temporary Prefect server: experiments, sweeps, their reports, and stopping."""
 
 import _thread
+import json
 import logging
 import threading
 import time
@@ -19,7 +20,7 @@ from flows import minimind as minimind_module
 from flows import sweep as sweep_module
 from flows.experiments import ExperimentFailed
 from flows.minimind import minimind
-from flows.sweep import choose_metric, conclusion, sweep
+from flows.sweep import choose_metric, conclusion, measured_apart, sweep
 from pipeline.errors import ParamsError
 from pipeline.lineage.experiment import Experiment
 from pipeline.lineage.headlines import EVAL_HEADLINES, HEADLINES
@@ -192,6 +193,29 @@ def test_a_sweep_says_whether_seeds_may_have_made_the_difference() -> None:
     assert lucky.startswith(
         "Best: **r1_1** with `val/loss` 0.2 (mean of 2 seeds: 0.25) against 0.5 of the next, `grpo.lr=2.0`; other"
     )
+
+
+def test_a_grid_that_changes_what_the_metric_means_has_no_best(tmp_path: Path) -> None:
+    """Twice the weight of answers gives a higher mean reward; another rate does not change what it means."""
+    small_lineage.git(tmp_path, "init", "--quiet")
+
+    def kept(name: str, rate: float, weight: float) -> Experiment:
+        params = {"params.yaml": {"grpo.lr": rate, "rewards.answer": weight}}
+        entry = {"cmd": "train", "params": params, "outs": [{"path": "grpo.pth", "md5": "a" * 32}]}
+        (tmp_path / "dvc.lock").write_text(json.dumps({"schema": "2.0", "stages": {"grpo": entry}}))
+        small_lineage.commit(tmp_path, name)
+        small_lineage.git(tmp_path, "update-ref", f"refs/exps/{'a' * 2}/{'b' * 38}/{name}", "HEAD")
+        return Experiment(name, tmp_path, "grpo", {}, "")
+
+    plain, faster, paid = kept("plain", 0.1, 1.0), kept("faster", 0.2, 1.0), kept("paid", 0.1, 2.0)
+    gone = Experiment("gone", tmp_path, "grpo", {}, "")
+    assert measured_apart([plain, faster], "reward/mean") is None and measured_apart([], "reward/mean") is None
+    assert measured_apart([gone], "reward/mean") is None
+    said = measured_apart([plain, faster, paid], "reward/mean")
+    assert said == (
+        "No best: `reward/mean` was measured with another rewards.answer, so its values do not compare; choose another metric."
+    )
+    assert measured_apart([plain, paid], "policy/ref_kl") is None
 
 
 def test_metrics_to_go_by() -> None:
