@@ -16,6 +16,7 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from pipeline.errors import ParamsError, PipelineError
+from pipeline.terminal import bear_any_locale, say, show
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKSPACE = "/workspace"
@@ -43,7 +44,7 @@ def main(kind: str, root: Path = ROOT, environment: Mapping[str, str] = os.envir
         with variant.open("w", encoding="utf-8") as file:
             _yaml.dump(deployments(pool, _yaml.load(root / "prefect.yaml")), file)
         _prefect(root, "deploy", "--all", "--prefect-file", str(variant.relative_to(root)))
-    print(f"{pool['name']}: ready; a worker beside the machines: prefect worker start --pool {pool['name']} --type {kind}")
+    show(f"{pool['name']}: ready; a worker beside the machines: prefect worker start --pool {pool['name']} --type {kind}")
 
 
 def read_pool(kind: str, root: Path, environment: Mapping[str, str]) -> dict[str, Any]:
@@ -112,8 +113,9 @@ def _prefect(root: Path, *arguments: str) -> str:
 
 
 if __name__ == "__main__":
+    bear_any_locale()
     try:
         main(sys.argv[1] if len(sys.argv) > 1 else "")
     except PipelineError as error:
-        print(error, file=sys.stderr)
+        say(error)
         raise SystemExit(error.exit_code) from None

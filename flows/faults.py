@@ -1,8 +1,9 @@
-"""What a flow's log says of faults: those whose message says all are a line, and all others have their traceback."""
+"""What a flow's log shows: faults whose message says all are a line, others have their traceback, and no text moves a cursor."""
 
 import logging
 
 from pipeline.errors import PipelineError
+from pipeline.terminal import escaped
 
 
 class FlowFault(RuntimeError):
@@ -10,11 +11,12 @@ class FlowFault(RuntimeError):
 
 
 class _Lines(logging.Filter):
-    """Takes the traceback of such a fault away, and Prefect's second record of the same one."""
+    """Takes the traceback of such a fault away, and Prefect's second record of the same one; escapes what stages have printed."""
 
     _last: BaseException | None = None
 
     def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = escaped(record.getMessage()), ()
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, PipelineError | FlowFault):
             again, self._last = error is self._last, error

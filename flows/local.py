@@ -40,6 +40,7 @@ from pipeline.masking import masked
 from pipeline.params import load_params
 from pipeline.params.schema import Runtime
 from pipeline.supervise import follow_parent, hold, signal_name
+from pipeline.terminal import bear_any_locale, say, show
 
 ROOT = Path(__file__).resolve().parents[1]
 POOL = "minimind"
@@ -53,6 +54,7 @@ _COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
 
 def main() -> int:
     """Runs until it is told to stop; its exit code."""
+    bear_any_locale()
     for signum in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup
             signal.signal(signum, lambda received, _: sys.exit(128 + received))  # leaves through the stacks, as Ctrl-C does
@@ -63,15 +65,13 @@ def main() -> int:
             refresh_global_settings_context()  # they were read when Prefect was imported
             return run()
     except HeldError as error:
-        print(f"`make flows` runs already in this folder: {error}")
+        show(f"`make flows` runs already in this folder: {error}")
         return 0
     except PipelineError as error:
-        print("\n".join(error.lines), file=sys.stderr)
+        say("\n".join(error.lines))
         return error.exit_code
     except subprocess.CalledProcessError as error:
-        print(
-            f"`{' '.join(error.cmd[1:5])}` failed with exit code {error.returncode}; what it said stands above", file=sys.stderr
-        )
+        say(f"`{' '.join(error.cmd[1:5])}` failed with exit code {error.returncode}; what it said stands above")
         return 1
     except KeyboardInterrupt:
         return 130
@@ -93,10 +93,10 @@ def run() -> int:
         subprocess.run([*_PREFECT, "deploy", "--all"], check=True, stdout=subprocess.DEVNULL)
         ensure_automations()
         set_limit(gpus := usable_gpus(runtime))
-        print(f"{masked(url.removesuffix('/api'))}: ready; in another terminal: prefect deployment run minimind/grpo", flush=True)
-        print(f"Its page asks for the password: what stands behind {VARIABLE}= in .env", flush=True)
+        show(f"{masked(url.removesuffix('/api'))}: ready; in another terminal: prefect deployment run minimind/grpo")
+        show(f"Its page asks for the password: what stands behind {VARIABLE}= in .env")
         if gpus is not None:
-            print(f"GPUs that flow runs may use at once (runtime.gpus): {gpus}", flush=True)
+            show(f"GPUs that flow runs may use at once (runtime.gpus): {gpus}")
         worker = _Service("worker", [*_PREFECT, "worker", "start", "--pool", POOL, "--type", "process"])
         services.append(stack.enter_context(worker))
         while True:
@@ -254,7 +254,7 @@ class _Service:
         if code is None or code == 0 or (code > 0 and time.monotonic() - self._started < SETTLED_S):
             return code
         end = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-        print(f"The Prefect {self._name} {end}; starting it again", file=sys.stderr, flush=True)
+        say(f"The Prefect {self._name} {end}; starting it again")
         self._start()
         return None
 

@@ -125,7 +125,7 @@ def relocate() -> None:
     from pipeline.tracking.relocation import relocate as command
 
     for line in command(Path.cwd()):
-        typer.echo(line)
+        echo(line)
 
 
 @app.command("replay-step")

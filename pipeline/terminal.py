@@ -13,6 +13,16 @@ def escaped(text: object) -> str:
     return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", str(text))
 
 
+def say(line: object) -> None:
+    """Prints a line on standard error, at once and escaped."""
+    print(escaped(line), file=sys.stderr, flush=True)
+
+
+def show(line: object) -> None:
+    """Prints a line on standard output, at once and escaped."""
+    print(escaped(line), flush=True)
+
+
 def bear_any_locale() -> None:
     """Makes standard output and error show what the locale has no character for as its escape, instead of failing."""
     for stream in (sys.stdout, sys.stderr):

@@ -88,4 +88,5 @@ def test_libraries_stay_in_their_rooms(path: Path) -> None:
     if own != "flows":
         assert "prefect" not in libraries
     else:
-        assert {room(name) for name in imported(path)} <= {None, "flows", "params", "lineage", "masking", "errors", "supervise"}
+        allowed = {None, "flows", "params", "lineage", "masking", "terminal", "errors", "supervise"}
+        assert {room(name) for name in imported(path)} <= allowed

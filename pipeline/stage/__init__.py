@@ -7,7 +7,6 @@ with stage_run("grpo", params={"grpo": ...}, inputs=["checkpoints/full_sft.pth"]
     run.checkpoint(step, make_state)
 """
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -24,6 +23,7 @@ from pipeline.stage.processes import followers, other_ranks_gone, start_feeder
 from pipeline.stage.results import results
 from pipeline.stage.run import Follower, StageRun, describe
 from pipeline.supervise import StopSignals, exit_on_error, hold, is_held, lasting_stderr, reason
+from pipeline.terminal import say
 from pipeline.tracking.home import home
 from pipeline.tracking.outlook import heavy_step
 from pipeline.tracking.recorder import now_s
@@ -70,11 +70,11 @@ def stage_process(
             _recorded_exit(folder / "exit.json", stop, memory_hint),
             undisturbed(stage, root, used),
         ):
-            stop.say = lambda words: print(f"{stage}: {words}", file=sys.stderr, flush=True)
+            stop.say = lambda words: say(f"{stage}: {words}")
             check_code(stage, root)
             yield stop
         if not quiet:
-            print(f"{stage}: {results(stage, root)}", file=sys.stderr, flush=True)
+            say(f"{stage}: {results(stage, root)}")
 
 
 @contextmanager
@@ -162,7 +162,7 @@ def _held_run_folder(stack: ExitStack, runs: Path, stage: str, key: str, *, reco
     while True:
         folder = open_run_folder(runs, stage, key, recorded=recorded)
         if waits := is_held(folder.lock):
-            print(f"{stage}: waits for another process with the same recipe ({folder.path})", file=sys.stderr, flush=True)
+            say(f"{stage}: waits for another process with the same recipe ({folder.path})")
         with ExitStack() as held:
             held.enter_context(hold(folder.lock, wait=True))
             if not waits or open_run_folder(runs, stage, key, recorded=recorded) == folder:  # it may be finished by now

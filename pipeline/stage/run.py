@@ -1,7 +1,6 @@
 """The record of one run, as a stage script writes it, and what further ranks have in its place."""
 
 import signal
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from pipeline.errors import GuardError, PipelineError
 from pipeline.masking import masked
 from pipeline.params.schema import Runtime
 from pipeline.supervise import Stopped, StopSignals
+from pipeline.terminal import say
 from pipeline.tracking.console import ProgressBar
 from pipeline.tracking.description import circumstances, run_name, run_tags
 from pipeline.tracking.home import home
@@ -227,7 +227,7 @@ class StageRun:
     def announce(self, line: str) -> None:
         """Prints one lasting line on stderr: a warning, or what comes next in a long phase."""
         if self._runtime.progress != "off":
-            print(f"{self.stage}: {line}", file=sys.stderr, flush=True)
+            say(f"{self.stage}: {line}")
 
     def close(self) -> None:
         """Makes the records durable."""
@@ -325,6 +325,6 @@ def describe(
     }
     write_json(run.folder.about, about)
     if uri == own_store(run.home) and (old := moved_from(run.home)) is not None:
-        print(f"{run.stage}: {moved(run.home, old)}", file=sys.stderr, flush=True)
+        say(f"{run.stage}: {moved(run.home, old)}")
     start = f"resumes at step {run.resumed_step}" if about["attempt"] > 1 else "new"
-    print(f"{run.stage}: run {run.folder.path.relative_to(run.home)} ({start}), tracking {uri}", file=sys.stderr, flush=True)
+    say(f"{run.stage}: run {run.folder.path.relative_to(run.home)} ({start}), tracking {uri}")

@@ -11,6 +11,7 @@ from typing import Any, TextIO, cast
 from pipeline.errors import DiskSpaceError, OutOfMemoryError, PipelineError
 from pipeline.masking import masked
 from pipeline.supervise.signals import Stopped
+from pipeline.terminal import bear_any_locale, say
 
 _TRACEBACK = "Traceback (most recent call last)"
 
@@ -68,6 +69,7 @@ def exit_on_error(name: str, memory_hint: str = "use a smaller batch") -> Iterat
         name: printed before the lines: the stage.
         memory_hint: what to lower when memory runs out.
     """
+    bear_any_locale()
     try:
         yield
     except SystemExit:
@@ -75,7 +77,7 @@ def exit_on_error(name: str, memory_hint: str = "use a smaller batch") -> Iterat
     except BaseException as error:  # the process ends here, whatever it was
         code, lines = explain(error, memory_hint)
         for line in lines:
-            print(line if len(lines) > 1 and code == 1 else f"{name}: {line}", file=sys.stderr, flush=True)
+            say(line if len(lines) > 1 and code == 1 else f"{name}: {line}")
         raise SystemExit(code) from error
 
 

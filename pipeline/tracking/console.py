@@ -1,12 +1,13 @@
 """Progress on a terminal: a bar with the figures that matter and the time left; plain lines elsewhere."""
 
-import sys
 import time
 from datetime import timedelta
 from typing import Literal, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from pipeline.terminal import escaped, say
 
 Mode = Literal["auto", "on", "off"]
 LINE_EVERY_S = 30.0
@@ -57,7 +58,7 @@ class ProgressBar:
             self._told = now
             left = timedelta(seconds=round((now - self._began) / (step - self._done) * (self._total - step)))
             line = f"{self._title}: step {step} of {self._total}, {left} left, {_figures(figures)}"
-            print(line, file=sys.stderr, flush=True)
+            say(line)
 
     def note(self, step: int, **figures: float) -> None:
         """Prints one lasting line, such as a validation result; on a terminal it appears above the bar."""
@@ -65,9 +66,9 @@ class ProgressBar:
             return
         line = f"{self._title}: step {step} {_figures(figures)}"
         if self._bar.disable:
-            print(line, file=sys.stderr, flush=True)
+            say(line)
         else:
-            self._bar.console.print(line, highlight=False, markup=False)
+            self._bar.console.print(escaped(line), highlight=False, markup=False)
 
 
 def _figures(figures: dict[str, float]) -> str:

@@ -22,7 +22,6 @@ import hashlib
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import PipelineError
+from pipeline.terminal import say
 from pipeline.tracking.shapes import fault_of_object, loads
 
 _OURS = re.compile(
@@ -195,7 +195,7 @@ def read_json(path: Path, *, warn: bool = True) -> dict[str, Any]:
         else:
             return value
     if warn:
-        print(f"{path}: unreadable, counts as absent ({reason})", file=sys.stderr, flush=True)
+        say(f"{path}: unreadable, counts as absent ({reason})")
     return {}
 
 

@@ -8,7 +8,6 @@ the save before it as the newest, and what somebody edited, mixed up or copied h
 import json
 import math
 import os
-import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from pipeline.supervise import is_held
+from pipeline.terminal import say
 from pipeline.tracking.recorder import checksum
 from pipeline.tracking.run_folder import RunFolder, named, read_json, replace, write_json
 
@@ -76,7 +76,7 @@ def write_save(
 
     path = folder.state(step)
     if broken := [place for place, tensor in _tensors(state, "state") if not _is_finite(tensor)]:
-        print(f"{path}: not saved, {broken[0]} is not finite; saves before it stay", file=sys.stderr, flush=True)
+        say(f"{path}: not saved, {broken[0]} is not finite; saves before it stay")
         return False
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -178,7 +178,7 @@ def newest_save(folder: RunFolder) -> dict[str, Any] | None:
         if fault is None:
             return read_json(folder.commit(step))
         instead = "there is none before it" if before is None else f"going back to {folder.state(before).name}"
-        print(f"{folder.state(step)}: skipped, {fault}; {instead}", file=sys.stderr, flush=True)
+        say(f"{folder.state(step)}: skipped, {fault}; {instead}")
         for path in (folder.commit(step), folder.state(step)):
             if path.exists():
                 path.rename(path.with_name(path.name + ".damaged"))
