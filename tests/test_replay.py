@@ -24,7 +24,8 @@ from pipeline.tracking.records import find_runs, noted_complete
 from pipeline.tracking.replay import incomplete_runs, send_missing
 from pipeline.tracking.run_folder import RunFolder, read_json, write_json
 from pipeline.tracking.saves import committed_sizes
-from pipeline.tracking.sender import TABLES_TAG, Sender
+from pipeline.tracking.sender import LAST_SAMPLES, TABLES_TAG, Sender
+from pipeline.tracking.tables import as_text
 
 URI = "fake:"
 DATA = {"dvc.data/prepared/rlaif": "0123456789abcdef0123456789abcdef.dir", "dvc.data/tokenizer": "no data set"}
@@ -98,6 +99,9 @@ class Store:
 
     def _log_dict(self, run_id: str, value: Any, name: str) -> None:
         self.runs[run_id].artifacts[name] = value
+
+    def _log_text(self, run_id: str, text: str, name: str) -> None:
+        self.runs[run_id].artifacts[name] = text
 
     def _list_artifacts(self, run_id: str, folder: str) -> list[Any]:
         return [SimpleNamespace(path=name) for name in self.runs[run_id].artifacts if name.startswith(f"{folder}/")]
@@ -180,9 +184,11 @@ def received(run: SimpleNamespace) -> tuple[Counter[Any], list[str]]:
     # what was not finite arrives as NaN, which equals nothing
     metrics = Counter((metric.key, metric.step, None if math.isnan(metric.value) else metric.value) for metric in run.metrics)
     tables = [entry["path"] for entry in json.loads(run.tags.get(TABLES_TAG, "[]"))]
-    assert set(run.artifacts) == {"params.json", *tables}
+    assert set(run.artifacts) - {LAST_SAMPLES} == {"params.json", *tables}
     assert [given.dataset.name for given in run.inputs] == ["data/prepared/rlaif"]
     rows = [dict(zip(run.artifacts[name]["columns"], row, strict=True)) for name in tables for row in run.artifacts[name]["data"]]
+    if rows:
+        assert run.artifacts[LAST_SAMPLES] == as_text([row for row in rows if row["step"] == rows[-1]["step"]])
     return metrics, [row["text"] for row in rows]
 
 

@@ -31,6 +31,7 @@ from pipeline.tracking.console import ProgressBar
 from pipeline.tracking.description import flatten, run_name, run_tags
 from pipeline.tracking.recorder import JsonLines, Recorder
 from pipeline.tracking.run_folder import RunFolder, read_json, write_json
+from pipeline.tracking.tables import as_text
 
 ROOT = Path(__file__).parents[1]
 PARAMS: dict[str, Any] = {
@@ -654,6 +655,33 @@ def test_samples_are_a_table_that_mlflow_reads(tracked: Path) -> None:
     assert {text for table in tables for text in table["prompt"]} == {"你好"}
 
 
+def test_the_last_samples_are_a_text_at_the_top(tracked: Path) -> None:
+    """Which is all that MLflow's page that compares runs shows of them."""
+    from mlflow import MlflowClient
+    from mlflow.artifacts import load_text
+
+    def said() -> str:
+        assert _feed(tracked) == 0
+        info = _mlflow_run(tracked).info
+        files = [file.path for file in MlflowClient(os.environ["MLFLOW_TRACKING_URI"]).list_artifacts(info.run_id)]
+        assert "samples.txt" in files
+        return str(load_text(f"{info.artifact_uri}/samples.txt"))
+
+    _record(tracked, range(1, 4), save=2, end=_interrupt)
+    assert said() == "samples of step 3\n\n--- 1 of 1\nprompt: 你好\ncompletion: c3\nreward 0.5\n"
+    _record(tracked, range(3, 6))
+    assert "completion: c5\n" in said() and "c3" not in said()
+
+
+def test_a_text_of_samples_names_a_prompt_where_it_changes() -> None:
+    rows = [{"step": 7, "prompt": text, "completion": "c\nd", "reward": -0.0, "stop": "eos"} for text in ("p", "p", "q")]
+    answer = "completion: c\nd\nstop: eos\nreward 0"
+    said = [f"--- 1 of 3\nprompt: p\n{answer}", f"--- 2 of 3\n{answer}", f"--- 3 of 3\nprompt: q\n{answer}"]
+    assert as_text(rows) == "\n\n".join(["samples of step 7", *said]) + "\n"
+    pair = {"step": 1, "chosen": "a", "rejected": "b", "margin": 1234567.0}
+    assert as_text([pair]).splitlines()[3:] == ["chosen: a", "rejected: b", "margin 1.235e+06"]
+
+
 @pytest.mark.parametrize(("code", "status"), [(0, "FINISHED"), (1, "FAILED"), (4, "FAILED"), (143, "KILLED"), (None, "KILLED")])
 def test_the_status_is_the_truth(tracked: Path, code: int | None, status: str) -> None:
     folder = _record(tracked, range(1, 3))
@@ -850,6 +878,9 @@ def test_tables_stay_few_and_complete(repository: Path) -> None:
 
         def set_tag(self, run_id: str, name: str, value: str) -> None:
             self.tag = value
+
+        def log_text(self, run_id: str, text: str, name: str) -> None:
+            pass
 
     recorder = _record(repository, range(0))
     sender, server = Sender(recorder), Store()

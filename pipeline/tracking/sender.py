@@ -8,7 +8,6 @@ a sender that is killed at any place, an answer that is lost, a restored store a
 import hashlib
 import json
 import math
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from pipeline.errors import PipelineError
 from pipeline.masking import masked
+from pipeline.terminal import say
 from pipeline.tracking.additions import begin, end
 from pipeline.tracking.description import flatten
 from pipeline.tracking.fed_run import FedRun
@@ -35,7 +35,7 @@ from pipeline.tracking.run_folder import RunFolder, read_json, write_json
 from pipeline.tracking.saves import committed_sizes
 from pipeline.tracking.shapes import read_samples, read_steps
 from pipeline.tracking.store import open_store, with_password
-from pipeline.tracking.tables import as_table, cut
+from pipeline.tracking.tables import as_table, as_text, cut
 
 TRACKER_FAULTS = (MlflowException, SQLAlchemyError, SqliteError, ParseError, ValueError, OSError)
 """What a store that is stopped, hung, read-only, full or out of its mind makes of a call; a later one may succeed."""
@@ -44,6 +44,8 @@ MAX_PARAMS = 100
 TABLES_TAG = "mlflow.loggedArtifacts"
 FOUND_TAG = "guard.found"
 SAMPLES = "samples"
+LAST_SAMPLES = "samples.txt"
+"""Those of the last step once more: MLflow's page that compares runs shows no tables, and of files only those at the top."""
 
 
 @dataclass
@@ -252,6 +254,9 @@ class Sender:
     def _send_samples(self, arrived: Arrived, end: int, final: bool) -> None:
         """Sends rows as tables that are named by their last step; those in flight get the rows that they were to have."""
         new = list(read_samples(self._folder.samples, self._samples_read, end))
+        if new:
+            newest = [row for row in new if row["step"] == new[-1]["step"]]
+            arrived.client.log_text(arrived.run_id, as_text(newest), LAST_SAMPLES)
         last = table_step(arrived.tables[-1]) if arrived.tables else -1
         rows = [row for row in new if row["step"] > last]
         before = self._samples_before + len(new) - len(rows)
@@ -287,7 +292,7 @@ class Sender:
 
 def note(line: str) -> None:
     """Prints a line with the time in front on stderr, without passwords."""
-    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {masked(line)}", file=sys.stderr, flush=True)
+    say(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {masked(line)}")
 
 
 def last_steps(run: Run) -> dict[str, int]:

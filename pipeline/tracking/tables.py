@@ -1,4 +1,4 @@
-"""Generated samples as tables that MLflow shows, few however long a run, and none rewritten."""
+"""Generated samples as MLflow shows them: tables, few however long a run, and none rewritten; and a text of the last ones."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -35,3 +35,15 @@ def as_table(rows: Sequence[Row]) -> dict[str, Any]:
     keys = dict.fromkeys(key for row in rows for key in row)
     columns = [*(key for key in FIRST_COLUMNS if key in keys), *(key for key in keys if key not in FIRST_COLUMNS)]
     return {"columns": columns, "data": [[row.get(key) for key in columns] for row in rows]}
+
+
+def as_text(rows: Sequence[Row]) -> str:
+    """Rows of one step to be read: what was written as it is, a prompt where it changes, numbers in one line."""
+    parts, asked = [f"samples of step {rows[0]['step']}"], None
+    for number, row in enumerate(rows, 1):
+        texts = {key: value for key, value in row.items() if isinstance(value, str) and (key, value) != ("prompt", asked)}
+        figures = [f"{key} {value:z.4g}" for key, value in row.items() if isinstance(value, float)]
+        lines = [f"{key}: {value}" for key, value in texts.items()] + (["  ".join(figures)] if figures else [])
+        parts.append("\n".join([f"--- {number} of {len(rows)}", *lines]))
+        asked = row.get("prompt")
+    return "\n\n".join(parts) + "\n"
