@@ -2,11 +2,20 @@
 # The first Python in PATH that fits. Each is asked: a version manager has a stub for those that it lacks.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$python && break; done)
-BIN := $(CURDIR)/.venv/bin
+# Relative, because the shell that runs a line would read a space, a quote or a dollar in the folder's name.
+BIN := .venv/bin
 INSTALLED := .venv/.installed
 INTEROP := .venv/.interop
 
-export PATH := $(BIN):$(PATH)
+# PATH has colons between folders, and the scripts of an environment hold its path as shell code in double quotes.
+define UNFIT
+$(findstring :,$(CURDIR))$(findstring $$,$(CURDIR))$(findstring ",$(CURDIR))$(findstring `,$(CURDIR))$(findstring \,$(CURDIR))
+endef
+ifneq ($(strip $(UNFIT)),)
+$(error $(CURDIR): the path has one of : $$ " ` \, which PATH and the scripts of a virtual environment may read as something else; rename that folder, or move this one to another, and run make again)
+endif
+
+export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: setup repro test check faults interop browser flows ui
 

@@ -48,6 +48,37 @@ def test_make_says_which_pythons_fit_where_none_does(tmp_path: Path) -> None:
     assert code == 2 and "Python 3.11, 3.12 or 3.13 is needed, and none is in PATH" in said and "called" not in said
 
 
+FINE = ("a b", "it's 100%", "a?b#1", "模型 é", "a;b&c", "a*[b]", "(1), 2", " a")
+UNFIT = ("a:b", "a$b", "$(shell touch hit)", 'a"b', "a`touch hit`b", "a\\b")
+
+
+@pytest.mark.skipif(MAKE is None, reason="no make")
+@pytest.mark.parametrize("name", FINE)
+def test_make_works_in_a_folder_of_any_name(tmp_path: Path, name: str) -> None:
+    """The environment is real; what is run in it only says so."""
+    folder = tmp_path / name
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / ".venv"], check=True)
+    activated = ["/bin/sh", "-c", ". .venv/bin/activate && cd / && command -v python"]
+    found = subprocess.run(activated, cwd=folder, capture_output=True, text=True, check=True).stdout
+    assert found == f"{folder}/.venv/bin/python\n"
+    (folder / ".venv/bin/python").unlink()  # a link
+    for program in (".venv/bin/python", ".venv/bin/dvc", "bin/cp", "bin/touch"):
+        put(folder / program, 0)
+    code, said = make(folder, "repro")
+    assert code == 0 and "called python -m pip install" in said and said.endswith("called dvc repro\n")
+
+
+@pytest.mark.skipif(MAKE is None, reason="no make")
+@pytest.mark.parametrize("name", UNFIT)
+def test_make_refuses_a_folder_in_which_an_environment_breaks(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    put(folder / "bin/python3.11", 0)
+    code, said = make(folder)
+    assert code == 2 and f'{folder}: the path has one of : $ " ` \\, which' in said and "rename that folder" in said
+    assert sorted(os.listdir(folder)) == ["Makefile", "bin", "pyproject.toml", "requirements.lock"]  # nothing ran
+
+
 def test_the_pythons_of_make_are_those_of_the_package() -> None:
     wanted = SpecifierSet(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["requires-python"])
     assert [minor for minor in range(8, 20) if f"3.{minor}.1" in wanted] == [11, 12, 13]
