@@ -1,7 +1,10 @@
 """Finding the models of the lineage by name."""
 
+from pathlib import Path
+
 from pipeline.errors import DataError
 from pipeline.evaluation.examiner import MODELS, open_policy
+from pipeline.lineage.damage import remedies
 from pipeline.model.transformer import CausalLM
 from pipeline.text.tokenizer import Tokenizer
 
@@ -19,7 +22,7 @@ def open_model(name: str, tokenizer: Tokenizer) -> CausalLM:
     try:
         return open_policy(name, tokenizer.digest).eval()
     except DataError as error:
-        stages = "full_sft lora" if name == "lora" else name
-        raise DataError(
-            f"{error}; `dvc checkout --force {stages}` brings back what was trained, `dvc repro {name}` trains it anew"
-        ) from error
+        stages = ("full_sft", "lora") if name == "lora" else (name,)
+        files = [f"checkpoints/{stage}.{kind}" for stage in stages for kind in ("pth", "json")]
+        known = "; ".join(remedies(Path.cwd(), ["data/tokenizer", *files]))
+        raise DataError(f"{error}; {known or f'`dvc repro {name}` trains it anew'}") from error

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.digests import digests
+from pipeline.errors import DataError
 from pipeline.lineage.agreement import undisturbed
 from pipeline.lineage.causes import reasons
+from pipeline.lineage.damage import remedies
 from pipeline.lineage.declaration import Declaration, is_recorded, outputs_of
 from pipeline.lineage.ran_code import check_code
 from pipeline.params.schema import Runtime
@@ -69,12 +71,22 @@ def stage_process(
             hold(folder / "lock", wait=False),
             _recorded_exit(folder / "exit.json", stop, memory_hint),
             undisturbed(stage, root, used),
+            _remedied(root, used),
         ):
             stop.say = lambda words: say(f"{stage}: {words}")
             check_code(stage, root)
             yield stop
         if not quiet:
             say(f"{stage}: {results(stage, root)}")
+
+
+@contextmanager
+def _remedied(root: Path, used: Declaration | None) -> Iterator[None]:
+    """Adds to a fault of the data what brings inputs back that are not as DVC has recorded them."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(*error.lines, *remedies(root, used.deps if used else ())) from error
 
 
 @contextmanager
