@@ -94,3 +94,24 @@ def test_a_copied_folder_is_told_and_relocated_by_one_command(tmp_path: Path, mo
     assert noted_complete(older) and record.tracking_uri == own_store(copy)
     run = MlflowClient(own_store(copy)).get_run(record.mlflow_id)
     assert run.data.tags["run.folder"] == str(older.path) and "lr" in load_text(f"{run.info.artifact_uri}/params.json")
+
+
+@pytest.mark.slow
+def test_a_moved_folder_sends_nothing_to_where_it_was(tmp_path: Path) -> None:
+    """Runs name the store that they were fed to: before `relocate` that of the old folder, also where that is gone."""
+    first, there = tmp_path / "first", tmp_path / "there"
+    first.mkdir()
+    make_workspace(first)
+    list(send_missing([train(first)], None))
+    first.rename(there)
+    missed = incomplete_runs(there, None)
+    assert len(missed) == 1
+    with pytest.raises(PipelineError, match=r"was copied or moved: `python -m pipeline relocate`") as caught:
+        list(send_missing([*missed, *missed], None))
+    assert len(caught.value.lines) == 1
+    (there / "mlflow.db").unlink()  # nothing says any more that the folder was another
+    with pytest.raises(PipelineError, match=f"first/mlflow.db: no such file any more; MLFLOW_TRACKING_URI={own_store(there)}"):
+        list(send_missing(missed, None))
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+    list(send_missing(missed, own_store(there)))
+    assert not incomplete_runs(there, None)

@@ -10,6 +10,7 @@ from pipeline.tracking.proof import Stores, lacking
 from pipeline.tracking.records import all_runs, noted_complete
 from pipeline.tracking.run_folder import RunFolder, read_json
 from pipeline.tracking.sender import TRACKER_FAULTS, Sender
+from pipeline.tracking.store import MovedStoreError, moved, moved_from, own_store, sqlite_file
 
 
 def send_missing(folders: Sequence[RunFolder], uri: str | None) -> Iterator[str]:
@@ -20,7 +21,7 @@ def send_missing(folders: Sequence[RunFolder], uri: str | None) -> Iterator[str]
         uri: of the store; each run's own when None.
 
     Raises:
-        PipelineError: at the end, with a line per run that could not be sent.
+        PipelineError: at the end, with a line per run that could not be sent; equal ones once.
     """
     refused: list[str] = []
     for folder in folders:
@@ -29,7 +30,7 @@ def send_missing(folders: Sequence[RunFolder], uri: str | None) -> Iterator[str]
         except PipelineError as error:
             refused += error.lines
     if refused:
-        raise PipelineError(*refused)
+        raise PipelineError(*dict.fromkeys(refused))
 
 
 def _send(folder: RunFolder, uri: str | None) -> str:
@@ -38,6 +39,8 @@ def _send(folder: RunFolder, uri: str | None) -> str:
         if is_held(folder.lock):
             raise HeldError(f"{name}: is still training, and its own feeder sends it")
         sender = Sender(folder, uri)
+        if uri is None:
+            _check_own(folder.root, sender.uri)
         try:
             sender.send(final=True)
             missing = lacking(*sender.store(), folder, content=False) if read_json(folder.gone) else None
@@ -51,6 +54,19 @@ def _send(folder: RunFolder, uri: str | None) -> str:
     if missing:
         raise PipelineError(f"{sent}; not complete in {masked(sender.uri)}: {missing}")
     return f"{sent}; {status}, complete in {masked(sender.uri)}"
+
+
+def _check_own(root: Path, uri: str) -> None:
+    """Sees to it that a run is sent to the store that it names, and that none is made where a folder once was.
+
+    Raises:
+        PipelineError: `root` was copied or moved and the run still names the store of the old folder, or a file that is gone.
+    """
+    if (old := moved_from(root)) is not None and uri == own_store(old):
+        raise MovedStoreError(moved(root.resolve(), old))
+    file = sqlite_file(uri)
+    if file is not None and not file.exists() and uri != own_store(root):
+        raise PipelineError(f"{masked(uri)}: no such file any more; MLFLOW_TRACKING_URI={own_store(root)} names the store here")
 
 
 def incomplete_runs(root: Path, uri: str | None) -> list[RunFolder]:
