@@ -162,12 +162,12 @@ def test_the_gpu_of_a_killed_run_is_free_again_in_time(flows: LocalFlows, stages
     flow, killed = flows.flow(), time.monotonic()
     assert flow is not None
     flow.kill()
-    wait_for(lambda: stages.has_started("dpo"), "another dpo", 60 + 30 + 4 * start_s)
+    wait_for(lambda: stages.has_started("dpo"), "another dpo", 150 + 8 * start_s)
     print(
         f"from kill to the trainer of the run that was started again: {time.monotonic() - killed:.0f} s, a start: {start_s:.0f} s"
     )
     stages.let_go("dpo")
-    assert ends(flows, str(newer(flows, flow_run)[0]["id"]), 60 + 4 * start_s) == "COMPLETED"
+    assert ends(flows, str(newer(flows, flow_run)[0]["id"]), 120 + 8 * start_s) == "COMPLETED"
 
 
 # Output
