@@ -326,6 +326,31 @@ def test_what_dvc_resolved_is_compared_with_what_is_named_now(
             pass
 
 
+@pytest.mark.parametrize("source", ["{}/rows.jsonl", "../rows.jsonl", "{}/project/../rows.jsonl"])
+def test_a_source_outside_of_the_repository_is_read(tmp_path: Path, source: str) -> None:
+    """DVC writes absolute paths down as they are, and `../` against the repository."""
+    project = tmp_path / "project"
+    project.mkdir()
+    subprocess.run(["git", "init", "-q"], cwd=project, check=True)
+    subprocess.run([sys.executable, "-m", "dvc", "init", "-q"], cwd=project, check=True)
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    named = source.format(tmp_path)
+    (project / "params.yaml").write_text(f"source: {named}\n")
+    code = (
+        "from pathlib import Path; from pipeline.lineage.agreement import undisturbed as u\nwith u('s', Path.cwd(), None): pass"
+    )
+    (project / "agree.py").write_text(code)
+    (project / "dvc.yaml").write_text(f"stages: {{s: {{cmd: exec {sys.executable} agree.py, deps: ['${{source}}']}}}}")
+    done = subprocess.run(
+        [sys.executable, "-m", "dvc", "repro"],
+        cwd=project,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_script_that_read_other_parameters_than_dvc_is_going_to_record_does_not_begin(tmp_path: Path) -> None:
     for name in ("dvc.yaml", "params.yaml"):
         shutil.copy(ROOT / name, tmp_path)

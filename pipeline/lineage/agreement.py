@@ -69,7 +69,7 @@ def _agree_with_dvc(root: Path, deps: list[str]) -> None:
     resolved = _resolved_by_dvc(root)
     if resolved is None:
         return
-    named = {os.path.normpath(dep) for dep in deps}
+    named = {os.path.relpath(root / dep, root) for dep in deps}  # also of those that are absolute
     new, gone = named - resolved, set[str]()
     if len(named) < len(deps):  # two keys are null: one of them may have named a file, and what stands for it is there
         gone = {path for path in resolved - named if path.startswith(f"external{os.sep}")}
