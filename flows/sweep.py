@@ -34,7 +34,6 @@ from pipeline.lineage.overrides import shown
 from pipeline.lineage.plan import read_plan
 from pipeline.lineage.spread import outside
 from pipeline.lineage.yardstick import differing, yardstick
-from pipeline.reading.lines import listed
 
 ROOT = Path(__file__).resolve().parents[1]
 POLL_S = 0.2
@@ -200,7 +199,7 @@ def measured_apart(experiments: Sequence[Experiment], metric: str) -> str | None
     apart = sorted({key for other in used[1:] for key in differing(used[0], other)})
     if not apart:
         return None
-    return f"No best: `{metric}` was measured with another {listed(apart)}, so its values do not compare; choose another metric."
+    return f"No best: `{metric}` was measured with another {', '.join(apart)}, so its values do not compare; choose another metric."
 
 
 def _measured_with(experiment: Experiment, metric: str) -> Mapping[str, Any]:
