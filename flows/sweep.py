@@ -199,7 +199,8 @@ def measured_apart(experiments: Sequence[Experiment], metric: str) -> str | None
     apart = sorted({key for other in used[1:] for key in differing(used[0], other)})
     if not apart:
         return None
-    return f"No best: `{metric}` was measured with another {', '.join(apart)}, so its values do not compare; choose another metric."
+    keys = ", ".join(apart)
+    return f"No best: `{metric}` was measured with another {keys}, so its values do not compare; choose another metric."
 
 
 def _measured_with(experiment: Experiment, metric: str) -> Mapping[str, Any]:
