@@ -450,6 +450,11 @@ def test_a_finished_run_keeps_its_last_save_until_dvc_has_its_results(root: Path
     repro(root)
     list(collect(root, LIMITS, remove=True))
     assert not save.exists()
+    # `status` and `whence` say of the weights in the workspace which run made them, however many came after it.
+    monkeypatch.setattr("pipeline.tracking.proof.Stores.fault", lambda *_, **__: None)
+    of_others = [record(root, "grpo", "z", number, code=0, age_days=-number) for number in (1, 2)]
+    list(collect(root, Limits(1, 0.0, keep_records=False), remove=True))
+    assert (save.parent / "run.json").exists() and [names(each) != set() for each in of_others] == [False, True]
 
 
 def test_saves_of_a_run_that_is_taken_up_again_meanwhile_stay(root: Path) -> None:

@@ -33,7 +33,8 @@ class Limits:
         runs: finished runs of each stage that keep their samples, rollouts, logs, and the saves that were written to stay.
         age_s: what somebody may come back to stays this long after its last use: unfinished runs, the last save of one whose
             results DVC does not have, experiments' copies, caches, output logs.
-        keep_records: whether finished runs beyond `runs` keep metrics.jsonl, run.json and exit.json.
+        keep_records: whether finished runs beyond `runs` keep metrics.jsonl, run.json and exit.json. Those that made what a
+            dvc.lock names keep them in any case.
     """
 
     runs: int
@@ -82,8 +83,9 @@ def leftovers(root: Path, limits: Limits) -> list[Leftover]:
         paths = [folder.rollouts for folder in surplus if folder.rollouts.is_dir()]
         found.append(_files("rollouts of finished runs", f"{beyond}; their steps cannot be replayed then", paths))
     else:
-        whole = [folder.path for folder in elsewhere]
-        found.append(_folders(runs, "finished runs", beyond + kept, whole, lambda path: _is_finished(RunFolder(path))))
+        whole = [folder.path for folder in elsewhere if not _is_recorded(folder, locks)]
+        why = f"{beyond}, and not what dvc.lock names{kept}"
+        found.append(_folders(runs, "finished runs", why, whole, lambda path: _is_finished(RunFolder(path))))
     trash = list((runs / ".gc").glob("*"))
     return [*found, Leftover("removed before", "an earlier gc was interrupted", trash, lambda: remove_paths(trash))]
 
