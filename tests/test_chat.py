@@ -11,6 +11,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import conversations
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
@@ -19,7 +20,6 @@ from pipeline.text.chat import ChatEncoder, render_chat
 from pipeline.text.tokenizer import CONTROL_TOKENS, Tokenizer, load_tokenizer, train_tokenizer
 from pipeline.text.turns import ParsedTurn, ToolCall, parse_turn, split_thinking
 
-ORACLE = Path(__file__).parents[1].parent / "shared" / "data" / "oracle" / "chat_template.json"
 CORPUS = [
     "<|im_start|>user\nWhat is the weather in Paris?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nIt is 18 degrees.",
     '<tool_call>\n{"name": "get_weather", "arguments": {"city": "北京"}}\n</tool_call>\n\n  今天天气很好，气温 23 度。\n\n',
@@ -121,9 +121,8 @@ PROMPTS = st.sampled_from([(False, False), (True, False), (True, True), (True, 1
 # --- rendering ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not ORACLE.exists(), reason="the reference figures are not here")
 def test_rendering_equals_the_reference(auto: Any) -> None:
-    cases = json.loads(ORACLE.read_text(encoding="utf-8"))
+    cases = conversations()
     assert len(cases) == 20
     for case in cases:
         arguments = {key: case[key] for key in ("tools", "add_generation_prompt", "open_thinking") if key in case}

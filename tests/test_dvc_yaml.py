@@ -1,11 +1,13 @@
 """What dvc.yaml says, what the design wants, and what DVC really does with it."""
 
+import copy
 import json
 import os
 import re
 import shutil
 import subprocess
-import sys
+from collections.abc import Iterator
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from ruamel.yaml import YAML
 os.environ["DVC_NO_ANALYTICS"] = "1"
 from dvc.dependency import ParamsDependency
 from dvc.repo import Repo
+from dvc.utils.serialize import _yaml
 
 from pipeline.lineage.declaration import is_recorded
 
@@ -48,7 +51,6 @@ DIRECT = {
 STUB = """
 import hashlib, json, sys
 from pathlib import Path
-from ruamel.yaml import YAML
 
 def value(tree, key):
     for part in key.split("."):
@@ -57,7 +59,7 @@ def value(tree, key):
 
 name = "@".join([Path(sys.argv[0]).stem, *sys.argv[1:]])
 stage = json.loads(Path("stubs.json").read_text())[name]
-params = YAML(typ="safe", pure=True).load(Path("params.yaml"))
+params = json.loads(Path("params.yaml").read_text())
 seen = hashlib.sha256(json.dumps([value(params, key) for key in stage["params"]]).encode())
 for dep in stage["deps"]:
     for path in sorted(Path(dep).rglob("*")) if Path(dep).is_dir() else [Path(dep)]:
@@ -109,6 +111,25 @@ class Lineage:
             if more == names:
                 return names
             names = more
+
+
+@pytest.fixture(scope="module", autouse=True)
+def each_text_is_parsed_once() -> Iterator[None]:
+    """DVC parses params.yaml anew for every stage and every hash of it, which is most of what its commands take here."""
+    parse = _yaml.parse_yaml
+    trees: dict[tuple[str, str], Any] = {}
+
+    def remembered(text: str, path: str, typ: str = "safe") -> Any:
+        if typ != "safe":
+            return parse(text, path, typ)
+        key = text, str(path)
+        if key not in trees:
+            trees[key] = parse(text, path)
+        return copy.deepcopy(trees[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_yaml, "parse_yaml", remembered)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -184,9 +205,9 @@ def test_every_key_but_runtime_decides_something() -> None:
 
 @pytest.fixture(scope="module")
 def scratch(lineage: Lineage, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project with this dvc.yaml and params.yaml whose stages only hash what they declare; brought up to date."""
+    """A project with this dvc.yaml and these parameters whose stages only hash what they declare; brought up to date."""
     folder = tmp_path_factory.mktemp("scratch")
-    for name in ("dvc.yaml", "params.yaml", ".gitignore", ".dvcignore", "external/None"):
+    for name in ("dvc.yaml", ".gitignore", ".dvcignore", "external/None"):
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     for name in ("stages", "pipeline", "data", "external/other"):
@@ -197,10 +218,12 @@ def scratch(lineage: Lineage, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "data/world.yaml").write_text("seed: 1\n")
     (folder / "data/other.jsonl").write_text("{}\n")
     (folder / "external/other/weights").write_text("1")
+    write(folder, set())
     write_stubs(folder, lineage)
     subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
-    dvc(folder, "init", "-q")
-    dvc(folder, "repro", "-q")
+    with chdir(folder):
+        Repo.init().close()
+    reproduce(folder)
     assert set((folder / "ran.txt").read_text().split()) == STAGES
     return folder
 
@@ -213,11 +236,15 @@ def write_stubs(folder: Path, lineage: Lineage) -> None:
     (folder / "stubs.json").write_text(json.dumps(stubs))
 
 
-def dvc(folder: Path, *args: str) -> str:
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run(["dvc", *args], cwd=folder, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def reproduce(folder: Path) -> None:
+    with chdir(folder), Repo() as repo:
+        repo.reproduce()
+
+
+def status(folder: Path) -> dict[str, Any]:
+    with chdir(folder), Repo() as repo:  # DVC names stages as they are seen from where it is
+        found: dict[str, Any] = repo.status()
+    return found
 
 
 def changed(key: str, value: Any) -> Any:
@@ -233,7 +260,7 @@ def changed(key: str, value: Any) -> Any:
 
 
 def write(folder: Path, changes: set[str]) -> None:
-    """params.yaml with every key of `changes` changed."""
+    """params.yaml with every key of `changes` changed; JSON is YAML, and a stub reads it in no time."""
     tree = json.loads(json.dumps(PARAMS))
     for key in changes:
         *path, last = key.split(".")
@@ -241,17 +268,16 @@ def write(folder: Path, changes: set[str]) -> None:
         for part in path:
             section = section[part]
         section[last] = changed(key, KEYS[key])
-    with open(folder / "params.yaml", "w") as file:
-        yaml.dump(tree, file)
+    (folder / "params.yaml").write_text(json.dumps(tree))
 
 
 @pytest.mark.slow
 def test_dvc_sees_every_listed_key(scratch: Path, lineage: Lineage) -> None:
     write(scratch, set(KEYS))
-    status = json.loads(dvc(scratch, "status", "--json"))
+    said = status(scratch)
     write(scratch, set())
     for name in STAGES - {"code"}:
-        found = {key: answer for part in status.get(name, []) for key, answer in part.get("changed deps", {}).items()}
+        found = {key: answer for part in said.get(name, []) for key, answer in part.get("changed deps", {}).items()}
         assert set(found.get("params.yaml", {})) == set(lineage.params[name])
         sources = {
             "data/other.jsonl" if key.startswith("data.") else "external/other"
@@ -269,27 +295,23 @@ def test_dvc_reruns_the_stages_that_list_a_key_and_all_that_follow(scratch: Path
         write(scratch, changes)
         write_stubs(scratch, Lineage(scratch))
         (scratch / "ran.txt").write_text("")
-        dvc(scratch, "repro", "-q")
+        reproduce(scratch)
         wanted = lineage.downstream(set().union(*map(expected, keys)))
         assert set((scratch / "ran.txt").read_text().split()) == wanted, keys
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("there", [set(), set(templated_paths())], ids=["from none", "from all"])
-def test_a_file_that_is_named_or_named_no_more_reruns_the_stages_it_decides(
-    scratch: Path, there: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_named_or_named_no_more_reruns_the_stages_it_decides(scratch: Path, there: set[str]) -> None:
     """Two keys may resolve to one path, `external/None` or `external/other`: DVC does not miss the input that is gone."""
-    monkeypatch.chdir(scratch)  # DVC names stages as they are seen from here
     write(scratch, there)
-    dvc(scratch, "commit", "-q", "--force")  # records what is there as made with it
+    with chdir(scratch), Repo() as repo:
+        repo.commit(force=True)  # records what is there as made with it
     for key in templated_paths():
         write(scratch, there ^ {key})
-        with Repo(str(scratch)) as repo:
-            assert set(repo.status()) == expected(key), key
+        assert set(status(scratch)) == expected(key), key
     write(scratch, there)
-    with Repo(str(scratch)) as repo:
-        assert repo.status() == {}
+    assert status(scratch) == {}
 
 
 def test_a_lock_file_that_dvc_is_writing_for_a_sibling_ends_no_stage(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tiny_runs import (
     RouterSpy,
     SamplingRun,
     Score,
+    SpoilingRecorder,
     assert_bits_equal,
     assert_near,
     even,
@@ -443,15 +444,9 @@ def test_algorithms_differ_off_policy_and_there_alone(sets: Path, tokenizer: Tok
 @pytest.mark.parametrize("what", ["weights", "logits"])
 def test_a_policy_that_overflows_in_the_end_is_refused(sets: Path, tokenizer: Tokenizer, what: str) -> None:
     settings = make_settings(epochs=1)
-    run, recorder = Run(sets, tokenizer, settings), MemoryRecorder()
-    last, record = total_steps(settings, run.prompts), recorder.checkpoint
-
-    def overflow(step: int, make_state: Any) -> None:
-        if step == last:
-            run.policy.get_parameter("model.norm.weight").data[:] = math.nan if what == "weights" else 3e38
-        record(step, make_state)
-
-    recorder.checkpoint = overflow  # type: ignore[method-assign]
+    run = Run(sets, tokenizer, settings)
+    last = total_steps(settings, run.prompts)
+    recorder = SpoilingRecorder(run.policy, last, math.nan if what == "weights" else 3e38)
     with pytest.raises(NumericsError, match=rf"after {last} steps the policy.*(tensors|logits) are not finite"):
         train_group(run.task, settings, CPU, recorder)
 

@@ -1,14 +1,13 @@
 """Policy losses against the reference figures, by hand, and where they could go wrong: masks, extremes, micro-batches."""
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import figures
 from torch import Tensor
 
 from pipeline.maths.metrics import combine
@@ -23,7 +22,6 @@ from pipeline.maths.policy import (
     reduce_tokens,
 )
 
-FIGURES = Path(__file__).parents[1].parent / "shared" / "data" / "oracle" / "rl_figures.json"
 GROUP: dict[str, Any] = {"clip_eps_low": 0.2, "clip_eps_high": 0.3, "ratio_cap": 1.25, "kl_coef": 0.1}
 PPO: dict[str, Any] = {"clip_eps": 0.2, "kl_coef": 0.1}
 LOSSES = list(REDUCTIONS)
@@ -32,13 +30,6 @@ RAGGED = StepSize(num_sequences=3, num_tokens=11, max_tokens=8)  # of `ragged`'s
 
 def one(rows: int = 1, tokens: int = 1) -> StepSize:
     return StepSize(num_sequences=rows, num_tokens=tokens, max_tokens=tokens)
-
-
-def figures(name: str) -> dict[str, Any]:
-    if not FIGURES.exists():
-        pytest.skip("reference figures are not beside this checkout")
-    found: dict[str, Any] = json.loads(FIGURES.read_text(encoding="utf-8"))[name]
-    return found
 
 
 def prefix_mask(lengths: list[int], width: int) -> Tensor:

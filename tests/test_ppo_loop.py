@@ -17,6 +17,7 @@ from tiny_runs import (
     RouterSpy,
     SamplingRun,
     Score,
+    SpoilingRecorder,
     SpyUpdater,
     assert_bits_equal,
     assert_near,
@@ -472,15 +473,9 @@ def test_rewards_that_are_no_numbers_are_skipped_then_refused(sets: Path, tokeni
 @pytest.mark.parametrize("what", ["weights", "logits"])
 def test_a_policy_that_overflows_in_the_end_is_refused(sets: Path, tokenizer: Tokenizer, what: str) -> None:
     settings = make_settings(epochs=1)
-    run, recorder = Run(sets, tokenizer, settings), MemoryRecorder()
-    last, record = total_steps(settings, run.prompts), recorder.checkpoint
-
-    def overflow(step: int, make_state: Any) -> None:
-        if step == last:
-            run.policy.get_parameter("model.norm.weight").data[:] = math.nan if what == "weights" else 3e38
-        record(step, make_state)
-
-    recorder.checkpoint = overflow  # type: ignore[method-assign]
+    run = Run(sets, tokenizer, settings)
+    last = total_steps(settings, run.prompts)
+    recorder = SpoilingRecorder(run.policy, last, math.nan if what == "weights" else 3e38)
     with pytest.raises(NumericsError, match=rf"after {last} steps the policy.*(tensors|logits) are not finite"):
         train_ppo(run.task, settings, CPU, recorder)
 

@@ -1,17 +1,14 @@
 """DPO and Bradley-Terry losses by hand, against the reference figures and across micro-batches."""
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from reference import figures
 
 from pipeline.maths.metrics import combine
 from pipeline.maths.preference import bradley_terry_loss, chance_accuracies, dpo_loss
-
-FIGURES = Path(__file__).parents[1].parent / "shared" / "data" / "oracle" / "rl_figures.json"
 
 
 def test_dpo_worked_value() -> None:
@@ -88,16 +85,13 @@ def test_where_the_family_starts(loss: Any, start: float) -> None:
     assert (torch.autograd.grad(value, logprobs)[0] != 0).all()
 
 
-@pytest.mark.skipif(not FIGURES.exists(), reason="reference figures are not beside this checkout")
 def test_dpo_equals_the_reference_figures() -> None:
-    figures = json.loads(FIGURES.read_text(encoding="utf-8"))["dpo"]
-    mask = torch.tensor(figures["loss_mask"], dtype=torch.float64)
-    logprobs, reference = (
-        (torch.tensor(figures[key], dtype=torch.float64) * mask).sum(-1) for key in ("logprobs", "ref_logprobs")
-    )
-    loss, metrics = dpo_loss(logprobs, reference, beta=figures["beta"], num_pairs=2)
-    assert loss.item() == pytest.approx(figures["loss"], abs=1e-12)
-    assert float(metrics["margin"]) == pytest.approx(figures["beta"] * sum(figures["logits"]), abs=1e-12)
+    dpo = figures("dpo")
+    mask = torch.tensor(dpo["loss_mask"], dtype=torch.float64)
+    logprobs, reference = ((torch.tensor(dpo[key], dtype=torch.float64) * mask).sum(-1) for key in ("logprobs", "ref_logprobs"))
+    loss, metrics = dpo_loss(logprobs, reference, beta=dpo["beta"], num_pairs=2)
+    assert loss.item() == pytest.approx(dpo["loss"], abs=1e-12)
+    assert float(metrics["margin"]) == pytest.approx(dpo["beta"] * sum(dpo["logits"]), abs=1e-12)
 
 
 def test_bradley_terry_by_hand() -> None:

@@ -17,6 +17,7 @@ from tiny_runs import (
     Killed,
     MemoryRecorder,
     RouterSpy,
+    SpoilingRecorder,
     SpyUpdater,
     assert_bits_equal,
     assert_near,
@@ -248,15 +249,9 @@ def test_a_final_validation_that_is_not_finite_is_named(sets: Path, tokenizer: T
 
 def test_end_weights_that_are_not_finite_are_named(sets: Path, tokenizer: Tokenizer) -> None:
     settings = make_settings(epochs=1)
-    task, recorder = make_language(sets, tokenizer, settings), MemoryRecorder()
-    last, record = total_steps(settings, task.train), recorder.checkpoint
-
-    def overflow(step: int, make_state: Callable[[], Any]) -> None:
-        if step == last:
-            task.state.modules["model"].get_parameter("model.norm.weight").data[0] = math.nan
-        record(step, make_state)
-
-    recorder.checkpoint = overflow  # type: ignore[method-assign]
+    task = make_language(sets, tokenizer, settings)
+    last = total_steps(settings, task.train)
+    recorder = SpoilingRecorder(task.state.modules["model"], last, math.nan)
     with pytest.raises(NumericsError, match=rf"after {last} steps the model has diverged, 1 of \d+ tensors .*model.norm.weight"):
         train_supervised(task, settings, CPU, recorder)
 

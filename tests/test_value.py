@@ -1,28 +1,18 @@
 """Advantages, returns and the value loss: reference figures, hand arithmetic, ragged masks."""
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import figures
 from torch import Tensor
 
 from pipeline.maths.advantages import group_advantages, whiten
 from pipeline.maths.metrics import combine
 from pipeline.maths.value import explained_variance, gae, value_loss
-
-FIGURES = Path(__file__).parents[1].parent / "shared" / "data" / "oracle" / "rl_figures.json"
-
-
-def figures(name: str) -> dict[str, Any]:
-    if not FIGURES.exists():
-        pytest.skip("reference figures are not beside this checkout")
-    found: dict[str, Any] = json.loads(FIGURES.read_text(encoding="utf-8"))[name]
-    return found
 
 
 def ppo_figures() -> tuple[dict[str, Any], dict[str, Tensor], Tensor]:

@@ -250,6 +250,19 @@ class MemoryRecorder:
         return {name: value for logged, metrics in self.lines if logged == step for name, value in metrics.items()}
 
 
+class SpoilingRecorder(MemoryRecorder):
+    """Sets the model's last norm to `value` after step `last`, behind the loop's back: what it ends with is not finite."""
+
+    def __init__(self, model: nn.Module, last: int, value: float) -> None:
+        super().__init__()
+        self._model, self._last, self._value = model, last, value
+
+    def checkpoint(self, step: int, make_state: Callable[[], Mapping[str, Any]]) -> None:
+        if step == self._last:
+            self._model.get_parameter("model.norm.weight").data[:] = self._value
+        super().checkpoint(step, make_state)
+
+
 def even(tasks: Sequence[PromptTask], trajectories: Sequence[Trajectory]) -> list[Scored]:
     """Pays for even ids, and a little for stopping early."""
     scored = []
