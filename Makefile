@@ -23,7 +23,7 @@ repro: $(INSTALLED)  ## bring every stage up to date
 	$(BIN)/dvc repro
 
 test: check  ## everything that must hold before a change lands, a process per core
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 check: $(INSTALLED)  ## layout, lint, types
 	$(BIN)/ruff format --check --quiet .

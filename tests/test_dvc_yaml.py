@@ -11,6 +11,7 @@ from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
+import dvc_here
 import pytest
 from ruamel.yaml import YAML
 
@@ -221,9 +222,8 @@ def scratch(lineage: Lineage, tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(folder, set())
     write_stubs(folder, lineage)
     subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
-    with chdir(folder):
-        Repo.init().close()
-    reproduce(folder)
+    dvc_here.init(folder, no_scm=False)
+    dvc_here.reproduce(folder)
     assert set((folder / "ran.txt").read_text().split()) == STAGES
     return folder
 
@@ -234,17 +234,6 @@ def write_stubs(folder: Path, lineage: Lineage) -> None:
         name: {"deps": lineage.deps[name], "params": lineage.params[name], "outs": list(lineage.outs[name])} for name in STAGES
     }
     (folder / "stubs.json").write_text(json.dumps(stubs))
-
-
-def reproduce(folder: Path) -> None:
-    with chdir(folder), Repo() as repo:
-        repo.reproduce()
-
-
-def status(folder: Path) -> dict[str, Any]:
-    with chdir(folder), Repo() as repo:  # DVC names stages as they are seen from where it is
-        found: dict[str, Any] = repo.status()
-    return found
 
 
 def changed(key: str, value: Any) -> Any:
@@ -274,7 +263,7 @@ def write(folder: Path, changes: set[str]) -> None:
 @pytest.mark.slow
 def test_dvc_sees_every_listed_key(scratch: Path, lineage: Lineage) -> None:
     write(scratch, set(KEYS))
-    said = status(scratch)
+    said = dvc_here.status(scratch)
     write(scratch, set())
     for name in STAGES - {"code"}:
         found = {key: answer for part in said.get(name, []) for key, answer in part.get("changed deps", {}).items()}
@@ -295,7 +284,7 @@ def test_dvc_reruns_the_stages_that_list_a_key_and_all_that_follow(scratch: Path
         write(scratch, changes)
         write_stubs(scratch, Lineage(scratch))
         (scratch / "ran.txt").write_text("")
-        reproduce(scratch)
+        dvc_here.reproduce(scratch)
         wanted = lineage.downstream(set().union(*map(expected, keys)))
         assert set((scratch / "ran.txt").read_text().split()) == wanted, keys
 
@@ -309,9 +298,9 @@ def test_a_file_that_is_named_or_named_no_more_reruns_the_stages_it_decides(scra
         repo.commit(force=True)  # records what is there as made with it
     for key in templated_paths():
         write(scratch, there ^ {key})
-        assert set(status(scratch)) == expected(key), key
+        assert set(dvc_here.status(scratch)) == expected(key), key
     write(scratch, there)
-    assert status(scratch) == {}
+    assert dvc_here.status(scratch) == {}
 
 
 def test_a_lock_file_that_dvc_is_writing_for_a_sibling_ends_no_stage(tmp_path: Path) -> None:

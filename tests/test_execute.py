@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+import dvc_here
 import psutil
 import pytest
 
@@ -48,7 +49,7 @@ TRAINER = """
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    subprocess.run([sys.executable, "-m", "dvc", "init", "--no-scm", "-q"], cwd=tmp_path, check=True)
+    dvc_here.init(tmp_path)
     (tmp_path / "trainer.py").write_text(textwrap.dedent(TRAINER))
     stages = "".join(
         f"  {name}:\n    cmd: exec {sys.executable} trainer.py {name}\n    outs: [{name}.out]\n"

@@ -1,13 +1,13 @@
 """The flow against a real, temporary Prefect server and a small lineage: order, siblings, retries, failures."""
 
 import json
-import subprocess
 import sys
 import tomllib
 from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
 
+import dvc_here
 import pytest
 from dotenv import dotenv_values
 from prefect import get_client
@@ -81,7 +81,7 @@ def server() -> Iterator[None]:
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    subprocess.run([sys.executable, "-m", "dvc", "init", "--no-scm", "-q"], cwd=tmp_path, check=True)
+    dvc_here.init(tmp_path)
     (tmp_path / "dvc.yaml").write_text(STAGES.replace("exec python", f"exec {sys.executable}"))
     (tmp_path / "script").write_text("1")
     (tmp_path / "left.py").write_text(COPY)

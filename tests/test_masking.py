@@ -3,9 +3,9 @@
 import re
 import string
 import subprocess
-import sys
 from pathlib import Path
 
+import dvc_here
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -88,7 +88,7 @@ def test_what_people_read_has_no_password(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_remote_with_a_password_is_in_no_command_line_and_in_no_readable_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    subprocess.run([sys.executable, "-m", "dvc", "init", "--no-scm", "-q"], cwd=tmp_path, check=True)
+    dvc_here.init(tmp_path)
     monkeypatch.setenv(VARIABLE, f"webdavs://me:{SECRET}@host/x")
     commands: list[str] = []
     real = subprocess.run

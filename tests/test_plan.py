@@ -6,6 +6,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import dvc_here
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,6 @@ from pipeline.errors import ParamsError, PipelineError
 from pipeline.lineage.plan import Planned, Verdict, read_plan
 
 ROOT = Path(__file__).parents[1]
-DVC = [sys.executable, "-m", "dvc"]
 # Each stage notes in `ran` that it ran. `halve` gives the same for 2n and 2n + 1: what is behind it need not run.
 STAGES = """
 stages:
@@ -67,7 +67,7 @@ edits = st.lists(st.one_of([st.tuples(st.just(name), st.sampled_from(texts)) for
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A lineage that is up to date."""
     folder = tmp_path_factory.mktemp("project")
-    subprocess.run([*DVC, "init", "--no-scm", "-q"], cwd=folder, check=True)
+    dvc_here.init(folder)
     (folder / "dvc.yaml").write_text(STAGES)
     for name, texts in EDITS.items():
         (folder / name).write_text(texts[0])
@@ -76,10 +76,10 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def repro(folder: Path, *options: str) -> list[str]:
-    """The stages that ran, in order; without the run cache, unless `options` are given."""
+def repro(folder: Path, *targets: str, run_cache: bool = False, single_item: bool = False) -> list[str]:
+    """The stages that ran, in order."""
     (folder / "ran").write_text("")
-    subprocess.run([*DVC, "repro", "-q", *(options or ["--no-run-cache"])], cwd=folder, check=True, capture_output=True)
+    dvc_here.reproduce(folder, *targets, run_cache=run_cache, single_item=single_item)
     return (folder / "ran").read_text().split()
 
 
@@ -107,7 +107,7 @@ def test_what_the_run_cache_has_is_restored_and_nothing_else(project: Path, chan
     for name, text in changes:
         (project / name).write_text(text)
     plan = read_plan(project)
-    ran = set(repro(project, "--single-item", *(planned.stage for planned in plan)))  # all options: the run cache is on
+    ran = set(repro(project, *(planned.stage for planned in plan), run_cache=True, single_item=True))
     known = {planned.stage for planned in plan if planned.recipe}  # what its parents are still to make may have been there before
     assert by_verdict(plan, Verdict.RUNS) & known <= ran <= by_verdict(plan, Verdict.RUNS) | by_verdict(plan, Verdict.MAY_RUN)
     assert by_verdict(read_plan(project), Verdict.UP_TO_DATE) == set(ALL)
@@ -124,7 +124,7 @@ def test_behind_what_is_restored_all_is_certain(project: Path) -> None:
     assert plan == {"code": "up to date", "data@b": "up to date"} | dict.fromkeys(restored, "restored")
     (project / "half.txt").unlink()
     assert {planned.stage: planned.verdict for planned in read_plan(project, ["eval"])} == plan
-    assert repro(project, "eval") == []
+    assert repro(project, "eval", run_cache=True) == []
 
 
 def test_overrides_are_planned_without_an_edit(project: Path) -> None:
@@ -162,16 +162,16 @@ def test_what_is_running_says_nothing_about_what_is_behind_it(project: Path) -> 
     assert plan["halve"].verdict is Verdict.RUNS and plan["train"].verdict is Verdict.MAY_RUN
     (project / "half.txt").unlink()  # DVC removes outputs before a stage runs
     assert {planned.stage: planned for planned in read_plan(project, unsettled=["halve"])} == plan
-    subprocess.run([*DVC, "checkout", "-q"], cwd=project, check=True)
+    dvc_here.checkout(project)
 
 
 @pytest.mark.parametrize("stage", ["{cmd: echo 1 > o.txt, outs: [o.txt]}", "{cmd: 'true', deps: [d.txt]}"])
 def test_a_stage_without_inputs_or_outputs_is_planned(tmp_path: Path, stage: str) -> None:
-    subprocess.run([*DVC, "init", "--no-scm", "-q"], cwd=tmp_path, check=True)
+    dvc_here.init(tmp_path)
     (tmp_path / "dvc.yaml").write_text(f"stages: {{only: {stage}}}")
     (tmp_path / "d.txt").touch()
     assert by_verdict(read_plan(tmp_path), Verdict.RUNS) == {"only"}
-    subprocess.run([*DVC, "repro", "-q"], cwd=tmp_path, check=True)
+    dvc_here.reproduce(tmp_path)
     (tmp_path / "d.txt").write_text("2")
     (tmp_path / "o.txt").unlink(missing_ok=True)
     assert by_verdict(read_plan(tmp_path), Verdict.RUNS) == {"only"}

@@ -1,10 +1,9 @@
 """Workspaces that share nothing but a DVC remote: what one has made, another one takes."""
 
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
+import dvc_here
 import pytest
 
 from pipeline.errors import PipelineError
@@ -29,7 +28,7 @@ stages:
 def workspace(folder: Path) -> Path:
     """A fresh one, as a container that starts from an image has it."""
     folder.mkdir()
-    subprocess.run([sys.executable, "-m", "dvc", "init", "--no-scm", "-q"], cwd=folder, check=True)
+    dvc_here.init(folder)
     (folder / "dvc.yaml").write_text(STAGES)
     (folder / "seed").write_text("1")
     return folder
