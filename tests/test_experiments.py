@@ -96,6 +96,7 @@ def assert_cache_is_intact(root: Path) -> None:
             assert hashlib.md5(path.read_bytes()).hexdigest() == path.parent.name + path.name
 
 
+@pytest.mark.slow
 def test_an_experiment_leaves_the_workspace_alone_and_is_one_of_dvcs(lineage: Path) -> None:
     (lineage / "pipeline/factor.py").write_text("FACTOR = 20\n")  # an edit of code that is not committed
     (lineage / "pipeline/extra.py").write_text("")  # nor is this

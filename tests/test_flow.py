@@ -113,6 +113,7 @@ def test_a_target_takes_what_it_needs_and_no_more(project: Path) -> None:
     assert names == {"right"} and tasks <= {"code", "base", "right"}
 
 
+@pytest.mark.slow
 def test_what_the_run_cache_has_is_restored_and_its_readers_run(project: Path) -> None:
     """Edits and undone edits in any order: a flow that ends well leaves what the files of that moment give."""
     for script, copies in [("1", 1), ("2", 1), ("1", 1), ("1", 2), ("2", 1)]:

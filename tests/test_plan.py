@@ -87,6 +87,7 @@ def by_verdict(plan: list[Planned], verdict: Verdict) -> set[str]:
     return {planned.stage for planned in plan if planned.verdict is verdict}
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=edits)
 def test_what_is_certain_runs_and_nothing_else_does(project: Path, changes: list[tuple[str, str]]) -> None:
@@ -101,6 +102,7 @@ def test_what_is_certain_runs_and_nothing_else_does(project: Path, changes: list
     assert by_verdict(read_plan(project), Verdict.UP_TO_DATE) == set(ALL)
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=edits)
 def test_what_the_run_cache_has_is_restored_and_nothing_else(project: Path, changes: list[tuple[str, str]]) -> None:

@@ -77,6 +77,7 @@ def test_a_failed_experiment_goes_on_where_it_was_and_a_finished_one_runs_nothin
     assert "| grpo | up to date | |  |" in text and "`reward/mean` 9.25, `policy/ref_kl` 0.5" in text
 
 
+@pytest.mark.slow
 def test_a_sweep_tries_all_names_the_best_and_survives_a_member(lineage: Path) -> None:
     (lineage / "fails").touch()
     sweep("grpo", {"grpo.lr": [0.75, 0.5, 0.25], "grpo.kl_coef": [0.02]}, concurrency=2)

@@ -121,10 +121,14 @@ def test_an_episode_is_a_trace_of_turns_and_tool_calls(shown: Shown, tab: Any, p
     trace = shown.seen.traces()[0].info
     address = f"#/experiments/{shown.seen.id}/traces?workflowType=machine_learning&selectedEvaluationId={trace.trace_id}"
     tab.goto(f"{shown.url}{address}")
-    for span in ("agent episode", "turn 1", "calculate", "turn 2"):
-        tab.get_by_text(span, exact=True).first.wait_for()
-    tab.get_by_text("calculate", exact=True).first.click()
+    spans = [tab.get_by_text(name, exact=True).first for name in ("agent episode", "turn 1", "calculate", "turn 2")]
+    for span in spans:
+        span.wait_for()
+    heights = [span.bounding_box()["y"] for span in spans]
+    assert heights == sorted(heights)  # a tree in the order in which it happened
+    spans[2].click()
     tab.get_by_text("2*3", exact=False).first.wait_for()
+    assert tab.get_by_text("expression", exact=False).first.is_visible()  # what the tool was given, by name
     picture("trace")
 
 
@@ -133,6 +137,8 @@ def test_a_rebuild_lists_its_stages(shown: Shown, tab: Any, picture: Any) -> Non
     tab.goto(f"{shown.url}#/experiments/{shown.seen.id}/runs/{rebuild.info.run_id}?workflowType=machine_learning")
     tab.get_by_text("in this rebuild").wait_for()
     tab.get_by_text("Finished").first.wait_for()
+    rows = [row.split() for row in tab.get_by_role("row").all_inner_texts()]
+    assert [row[:2] for row in rows if row[:1] in (["agent"], ["eval"])] == [["agent", "ran"], ["eval", "ran"]], rows
     picture("rebuild")
 
 
@@ -148,9 +154,12 @@ def test_the_rebuild_of_this_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: P
             tab.get_by_role("link", name=json.loads(path.read_text())["name"], exact=True).first.wait_for()
         tab.goto(f"{url}{page(seen.id, REINFORCEMENT)}&compareRunsMode=CHART")
         chart = tab.locator("[data-testid='experiment-view-compare-runs-card']").filter(has_text="reward/mean").first
-        chart.locator(".scatterlayer .trace").nth(2).wait_for(state="attached")
+        traces = chart.locator(".scatterlayer .trace")
+        traces.nth(2).wait_for(state="attached")
+        assert traces.count() >= len(newest)
         tab.goto(f"{url}{page(seen.id, REINFORCEMENT)}&compareRunsMode=ARTIFACT")
         tab.locator("button", has_text="Group by:").filter(has_text="prompt").wait_for()
         tab.goto(f"{url}#/models/minimind-grpo")
         tab.get_by_text("best").first.wait_for()
+        assert len([row for row in tab.get_by_role("row").all_inner_texts() if "best" in row]) == 1  # of all versions
         tab.screenshot(path=Path(os.environ.get("MLFLOW_PAGES") or tmp_path) / "mlflow-own-model.png")
