@@ -997,3 +997,16 @@ def test_external_reward_model_faults_are_one_line(tmp_path: Path) -> None:
     write_toy_reward(tmp_path / "other_reward", "rate")
     with pytest.raises(DataError, match="has no get_score"):
         ExternalRewardModel(tmp_path / "other_reward", device=torch.device("cpu"))
+
+
+def test_a_call_that_a_prompt_writes_out_is_one_of_its_calls() -> None:
+    """The same conversation twice: `tool_calls`, and the call in the text of the message, a malformed one before it."""
+    call = {"name": "calculate_math", "arguments": {"expression": "42"}}
+    written = f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+    question, reply = {"role": "user", "content": "6*7?"}, {"role": "tool", "content": '{"result": "42"}'}
+    (plain,) = given_exchanges([question, {"role": "assistant", "content": "", "tool_calls": [call]}, reply])
+    (same,) = given_exchanges([question, {"role": "assistant", "content": written}, reply])
+    assert plain == same and (same.call.name, same.call.arguments) == ("calculate_math", {"expression": "42"})
+    both = {"role": "assistant", "content": f"<tool_call>no</tool_call>{written}", "tool_calls": [call | {"name": "other"}]}
+    names = [each.call.name for each in given_exchanges([question, both, reply, reply, reply])]
+    assert sorted(names) == ["", "calculate_math", "other"] and names[-1] == "other"

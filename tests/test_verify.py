@@ -216,3 +216,21 @@ def test_never_raises_and_never_exceeds_the_expected(text: str, expected: list[s
     assert all(
         verify([answer], answer) == [True] for answer in expected if answer.strip() and answer.isascii() and answer.isalpha()
     )
+
+
+@pytest.mark.parametrize(
+    ("expected", "text", "there"),
+    [
+        ("42", "-$42", False),
+        ("42", "\uff0d\uffe542", False),
+        ("$42", "a loss of -$42", False),
+        ("-42", "-$42", True),
+        ("-$42", "-42", True),
+        ("42", "5-$42", True),
+        ("$50", "$42-$50", True),
+        ("1000", "+\u20ac1,000", True),
+        ("$42", "It costs $42.", True),
+    ],
+)
+def test_a_sign_before_a_currency_is_the_number_s(expected: str, text: str, there: bool) -> None:
+    assert verify([expected], text) == [there]

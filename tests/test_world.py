@@ -415,6 +415,18 @@ def test_documents_are_short_and_records_are_json(world: dict[str, list[dict[str
     assert all(isinstance(json.loads(line), dict) for line in lines)
 
 
+def test_records_show_what_was_asked_together_with_all_calls_before_all_results(world: dict[str, list[dict[str, Any]]]) -> None:
+    asked_together = alone = 0
+    for text in (row["text"] for row in world["pretrain"] if '\n{"name": ' in row["text"]):
+        kinds = "".join("t" if line[0] != "{" else "c" if line.startswith('{"name": ') else "r" for line in text.split("\n"))
+        records = re.findall(r"t(c+)(r+)t", kinds)
+        assert "".join(f"t{calls}{results}t" for calls, results in records) == kinds
+        assert all(len(calls) == len(results) for calls, results in records)
+        several = any(len(calls) > 1 for calls, _ in records)
+        asked_together, alone = asked_together + several, alone + (not several and len(records) > 1)
+    assert 0.8 < asked_together / alone < 1.25
+
+
 @pytest.mark.parametrize(
     ("change", "line"),
     [

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.rewards.verify import Number, as_number, equal, numbers, quantities, verify
 from pipeline.rollout.records import Trajectory
-from pipeline.text.turns import ToolCall
+from pipeline.text.turns import ToolCall, parse_turn
 from pipeline.tools.registry import ToolResult
 
 Quantity = Number | str
@@ -29,16 +29,24 @@ class Exchange:
     current: bool
 
 
+NO_CALL: Mapping[str, Any] = {"name": "", "arguments": {}}
+
+
 def given_exchanges(messages: Sequence[Mapping[str, Any]]) -> list[Exchange]:
-    """The calls of a prompt with their results, in order. One that no call asked for has no arguments."""
+    """The calls of a prompt with their results, in order; also those that are written out in a message's text.
+
+    A result that no call asked for, or a malformed one, has no name and no arguments.
+    """
     question = max((place for place, message in enumerate(messages) if message["role"] == "user"), default=-1)
     found: list[Exchange] = []
     calls: list[dict[str, Any]] = []
     for place, message in enumerate(messages):
         if message["role"] == "assistant":
-            calls = list(message.get("tool_calls") or [])
+            written = parse_turn(message["content"], open_thinking=False)
+            calls = [{"name": call.name, "arguments": call.arguments} for call in written.calls]
+            calls += [dict(NO_CALL) for _ in range(written.malformed_calls)] + list(message.get("tool_calls") or [])
         elif message["role"] == "tool":
-            call: dict[str, Any] = calls.pop(0) if calls else {"name": "", "arguments": {}}
+            call: dict[str, Any] = calls.pop(0) if calls else dict(NO_CALL)
             arguments = call["arguments"]
             arguments = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
             found.append(Exchange(ToolCall(call["name"], arguments), _read_result(message["content"]), place > question))

@@ -12,7 +12,8 @@ MAX_NUMBER_CHARS = 40  # longer runs of digits are degenerate output, not answer
 
 # Full-width digits, stops and signs. The full-width comma and colon stay: they separate clauses, not thousands or minutes.
 _DASHES = str.maketrans(dict.fromkeys("－−﹣\u2010\u2011\u2012\u2013", "-"))  # hyphens and the en dash; the em dash parts clauses
-_HALF_WIDTH = _DASHES | str.maketrans("０１２３４５６７８９．＋’", "0123456789.+'")
+_HALF_WIDTH = _DASHES | str.maketrans("０１２３４５６７８９．＋’＄￡￥", "0123456789.+'$£¥")
+_CURRENCY = "[$£¥€]"  # a sign may stand before it: -$42
 _GROUPING = "[,'\u00a0\u2009\u202f]"  # between thousands; a plain space parts numbers
 _LETTER = rf"[^\W{CJK}]"  # of an alphabet, or a digit
 _NO_SIGN_BEFORE = rf"(?<!{_LETTER})(?<![)\].%+-])"  # a minus there is one of a difference, a range or a bullet
@@ -20,7 +21,7 @@ _CLUSTER = re.compile("(?s).[\u0300-\u036f\u3099\u309a\uff9e\uff9f]*")  # a char
 _NUMBER = re.compile(
     rf"""(?: \d{{1,2}}:\d\d(?::\d\d)?(?!\d) | \d{{4}}([-/])\d\d?\1\d\d?(?!\d) | \d+(?:\.\d+){{2,}} )  # time, date, version
       | (?P<number>
-            (?:{_NO_SIGN_BEFORE}[+-])?
+            (?:{_NO_SIGN_BEFORE}[+-]{_CURRENCY}?)?
             (?: (?: \d{{1,3}}(?:{_GROUPING}\d{{3}})+(?!\d) | \d+ ) (?:\.\d+)?  # thousands or plain digits, a fraction
               | (?<![0-9.])(?<!{_LETTER})\.\d+ )                           # the stop of No.5 ends a word
             (?: [eE][+-]?\d{{1,3}}(?![0-9A-Za-z_]) )?
@@ -118,7 +119,7 @@ def normalised(text: str) -> str:
 
 
 def _value(digits: str) -> Number:
-    digits = re.sub(_GROUPING, "", digits)
+    digits = re.sub(f"{_GROUPING}|{_CURRENCY}", "", digits)
     if re.fullmatch(r"[+-]?\d+", digits):
         return int(digits)
     value = float(digits)
@@ -144,7 +145,7 @@ def _pattern(key: str) -> re.Pattern[str]:
     """Finds normalised text; an end that is a letter of an alphabet or a digit must also end a word there."""
     before = rf"(?<!{_LETTER})" if _is_word(key[0]) else ""
     after = rf"(?!{_LETTER})" if _is_word(key[-1]) else ""
-    if key[0].isdigit():  # 5°C is neither in 3.5°C nor in -5°C, but in 1-5°C
+    if re.match(rf"{_CURRENCY}?\d", key):  # 5°C is neither in 3.5°C nor in -5°C, but in 1-5°C
         before += rf"(?<!\d[.,:])(?:(?<!-)|(?<={_LETTER}-)|(?<=[)\].%+-]-))"
     if key[-1].isdigit():
         after += r"(?![.,]\d)"  # 14:30 is in 14:30:00

@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.data.world.questions import QUESTIONS, Question, conversation
 from pipeline.data.world.recipe import COUNTS, Recipe
-from pipeline.data.world.requests import Request, replied_together, request, said_together
+from pipeline.data.world.requests import Request, distinct_requests, replied_together, request, said_together
 from pipeline.data.world.styles import REFUSALS, answer, draw, thought
 from pipeline.tools.registry import TOOL_NAMES, tool_schema
 
@@ -120,13 +120,7 @@ def _requests(random: Random, language: str, recipe: Recipe) -> list[Request]:
     """One to three different requests over at most two tools."""
     count = COUNTS[draw(random, recipe.items)]
     tools = [draw(random, recipe.tools) for _ in range(min(count, 2))]
-    requests: list[Request] = []
-    while len(requests) < count:
-        asked = request(random, language, tools[len(requests) % len(tools)])
-        # Equal answers would make one of them impossible to check.
-        if asked.gt not in [earlier.gt for earlier in requests]:
-            requests.append(asked)
-    return requests
+    return distinct_requests(random, language, [tools[number % len(tools)] for number in range(count)])
 
 
 def _offered(random: Random, recipe: Recipe, needed: Sequence[str] = ()) -> list[str]:

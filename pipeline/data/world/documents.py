@@ -1,12 +1,13 @@
 """Pretraining texts: facts, copying (what induction is learned from), small arithmetic, JSON records, dialogues."""
 
 import json
+from collections.abc import Sequence
 from random import Random
 
 from pipeline.data.world.facts import RELATIONS, Relation
 from pipeline.data.world.questions import COLOURS, NAMES, OBJECTS, QUESTIONS, capitalised, join
 from pipeline.data.world.recipe import Recipe
-from pipeline.data.world.requests import replied_together, request
+from pipeline.data.world.requests import Request, distinct_requests, replied_together, said_together
 from pipeline.data.world.styles import draw
 
 
@@ -14,7 +15,7 @@ def document(random: Random, language: str, recipe: Recipe) -> str:
     """Returns one text of about 100 to 400 characters."""
     kind = draw(random, recipe.documents)
     if kind == "records":
-        return "\n".join(_record(random, language, recipe) for _ in range(random.randint(1, 3)))
+        return _records(random, language, recipe)
     return _DOCUMENTS[kind](random, language)
 
 
@@ -92,10 +93,18 @@ def _arithmetic(random: Random, language: str) -> str:
     return "; ".join(lines)
 
 
-def _record(random: Random, language: str, recipe: Recipe) -> str:
-    asked = request(random, language, draw(random, recipe.tools))
-    call = json.dumps({"name": asked.tool, "arguments": asked.arguments}, ensure_ascii=False)
-    return "\n".join((asked.text, call, asked.result, replied_together(language, [asked.reply])))
+def _records(random: Random, language: str, recipe: Recipe) -> str:
+    """One to three requests with their calls, results and replies; half of the time one user text asks for all of them."""
+    requests = distinct_requests(random, language, [draw(random, recipe.tools) for _ in range(random.randint(1, 3))])
+    if random.random() < 0.5:
+        return _record(language, said_together(random, requests), requests)
+    return "\n".join(_record(language, asked.text, [asked]) for asked in requests)
+
+
+def _record(language: str, text: str, requests: Sequence[Request]) -> str:
+    calls = [json.dumps({"name": asked.tool, "arguments": asked.arguments}, ensure_ascii=False) for asked in requests]
+    results = [asked.result for asked in requests]
+    return "\n".join((text, *calls, *results, replied_together(language, [asked.reply for asked in requests])))
 
 
 def _dialogue(random: Random, language: str) -> str:

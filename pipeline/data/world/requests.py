@@ -119,6 +119,16 @@ def request(random: Random, language: str, tool: str) -> Request:
     return Request(language, tool, arguments, clause, text, result.content, true, false, gt, thought.format(q=subject))
 
 
+def distinct_requests(random: Random, language: str, tools: Sequence[str]) -> list[Request]:
+    """Returns a request for each of these tools, no two with the same answer, which would make one impossible to check."""
+    requests: list[Request] = []
+    while len(requests) < len(tools):
+        asked = request(random, language, tools[len(requests)])
+        if asked.gt not in [earlier.gt for earlier in requests]:
+            requests.append(asked)
+    return requests
+
+
 def said_together(random: Random, requests: Sequence[Request]) -> str:
     """Returns one user text for all requests."""
     if len(requests) == 1:
