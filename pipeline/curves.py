@@ -2,10 +2,11 @@
 
 import json
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from pipeline.terminal import say
 
 MAX_POINTS = 500
 
@@ -26,7 +27,7 @@ def write_metrics(path: Path, summary: Mapping[str, float]) -> None:
             continue
         value = summary[key]
         if not math.isfinite(value):
-            print(f"{path}: {key} is {value}, left out", file=sys.stderr, flush=True)
+            say(f"{path}: {key} is {value}, left out")
             continue
         values[key] = value if isinstance(value, int) else float(f"{value:.6g}")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,6 @@ Run     dvc repro --single-item gate
 """
 
 import json
-import sys
 from pathlib import Path
 
 from pipeline.errors import GateError
@@ -14,6 +13,7 @@ from pipeline.evaluation.gate import regressions, unproven
 from pipeline.lineage.declaration import declaration
 from pipeline.params import load_params
 from pipeline.stage import stage_process
+from pipeline.terminal import say
 
 
 def main() -> None:
@@ -22,11 +22,11 @@ def main() -> None:
         metrics = params.eval.gate or ()
         measured = json.loads(Path("metrics/eval.json").read_text(encoding="utf-8"))
         for line in unproven(measured, metrics):
-            print(f"gate: {line}", file=sys.stderr, flush=True)
+            say(f"gate: {line}")
         lines = list(regressions(measured, metrics))
         if lines:
             remedy = "keep the parent's model, train differently, or take the metric out of eval.gate:"
-            print(f"gate: {remedy}", file=sys.stderr, flush=True)
+            say(f"gate: {remedy}")
             raise GateError(*lines)
 
 

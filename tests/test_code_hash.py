@@ -209,6 +209,7 @@ UNHASHED_NAMES = {
     "pipeline.errors": {"DataError", "DiskSpaceError", "GateError", "NumericsError", "ParamsError", "PipelineError"},
     "pipeline.lineage": {"ran_code"},
     "pipeline.lineage.code_hash": {"write_code_hashes"},
+    "pipeline.lineage.damage": {"remedies"},
     "pipeline.lineage.declaration": {"declaration"},
     "pipeline.lineage.rows": {"remember_rows"},
     "pipeline.params": {"load_params"},
@@ -217,6 +218,7 @@ UNHASHED_NAMES = {
     },  # sections: DVC has values
     "pipeline.stage": {"stage_process", "stage_run"},
     "pipeline.supervise": {"exit_on_error"},
+    "pipeline.terminal": {"say"},
     "pipeline.training.panels": {"chat_prompts", "document_prompts", "greedy_panel", "pair_prompts"},
 }
 """What hashed modules may import from modules that are not hashed: module -> names, none of which decides an out."""

@@ -7,8 +7,9 @@ from random import Random
 from pipeline.data.world.facts import RELATIONS, Relation
 from pipeline.data.world.questions import COLOURS, NAMES, OBJECTS, QUESTIONS, capitalised, join
 from pipeline.data.world.recipe import Recipe
-from pipeline.data.world.requests import Request, distinct_requests, replied_together, said_together
+from pipeline.data.world.requests import Request, distinct_requests, replied_together, request, said_together
 from pipeline.data.world.styles import draw
+from pipeline.tools.registry import TOOL_NAMES
 
 
 def document(random: Random, language: str, recipe: Recipe) -> str:
@@ -62,8 +63,8 @@ def _copies(random: Random, language: str) -> str:
 
 
 def _item(random: Random, language: str) -> str:
-    """Returns something to copy: a made-up word, a number, an expression, a name or a word of the world."""
-    form = random.randrange(6)
+    """Returns something to copy: a made-up word, a number, an expression, a name, a word of the world or what a tool takes."""
+    form = random.randrange(8)
     if form < 2:
         return "".join(random.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(random.randint(2, 5)))
     if form == 2:
@@ -72,6 +73,8 @@ def _item(random: Random, language: str) -> str:
         return f"{random.randint(1, 99)}{random.choice('+-*')}{random.randint(1, 99)}"
     if form == 4:
         return random.choice(NAMES[language])
+    if form >= 6:
+        return str(random.choice(list(request(random, language, random.choice(TOOL_NAMES)).arguments.values())))
     relation = random.choice(RELATIONS)
     return random.choice(sorted(relation.values[language].items()))[random.randrange(2)]
 
