@@ -25,6 +25,8 @@ from lineage.project import RECORDS, ROOT, Project, commit, copy_repository, yam
 
 from pipeline.lineage.causes import FIRST
 from pipeline.lineage.overrides import shown
+from pipeline.tracking.records import noted_complete
+from pipeline.tracking.run_folder import RunFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
@@ -98,6 +100,15 @@ def run_folders(project: Project, stage: str) -> list[Path]:
     """Every run folder of a stage, oldest first; feeders still write to run.json when a stage has ended."""
     folders = [about.parent for about in (project.root / ".runs" / stage).glob("*/*/run.json")]
     return sorted(folders, key=lambda folder: load_json(folder / "run.json")["started_s"])
+
+
+def wait_until_fed(project: Project) -> None:
+    """Feeders outlive their trainers, and a busy machine lets them wait."""
+    deadline = time.monotonic() + PATIENCE_S
+    folders = [folder for stage in TRACKED for folder in run_folders(project, stage)]
+    while missing := [folder for folder in folders if not noted_complete(RunFolder(folder))]:
+        assert time.monotonic() < deadline, f"not sent: {missing}"
+        time.sleep(0.2)
 
 
 # What was made
@@ -192,6 +203,7 @@ def test_checkpoints_load_and_differ_from_their_parents(lineage: Lineage) -> Non
 def test_reports_find_the_mlflow_run_of_every_stage(lineage: Lineage) -> None:
     from pipeline.lineage.records import tracked_run
 
+    wait_until_fed(lineage.project)
     root = lineage.project.root
     for stage in TRACKED:
         (folder,) = run_folders(lineage.project, stage)
@@ -202,6 +214,7 @@ def test_reports_find_the_mlflow_run_of_every_stage(lineage: Lineage) -> None:
 
 
 def test_status_and_cost_know_every_stage(lineage: Lineage) -> None:
+    wait_until_fed(lineage.project)
     states = {state["stage"]: state for state in json.loads(lineage.project.check(*COMMANDS, "status", "--json"))}
     assert set(states) == STAGES and {state["state"] for state in states.values()} == {"up to date"}
     assert all(states[stage]["run"] and states[stage]["age_s"] > 0 for stage in TRACKED)

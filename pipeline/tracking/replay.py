@@ -40,7 +40,7 @@ def _send(folder: RunFolder, uri: str | None) -> str:
             raise HeldError(f"{name}: is still training, and its own feeder sends it")
         sender = Sender(folder, uri)
         if uri is None:
-            _check_own(folder.root, sender.uri)
+            _check_own(folder, sender.uri)
         try:
             sender.send(final=True)
             missing = lacking(*sender.store(), folder, content=False) if read_json(folder.gone) else None
@@ -56,16 +56,19 @@ def _send(folder: RunFolder, uri: str | None) -> str:
     return f"{sent}; {status}, complete in {masked(sender.uri)}"
 
 
-def _check_own(root: Path, uri: str) -> None:
-    """Sees to it that a run is sent to the store that it names, and that none is made where a folder once was.
+def _check_own(folder: RunFolder, uri: str) -> None:
+    """Sees to it that a run is sent to the store that it names, and that none is made anew where one once was.
 
     Raises:
-        PipelineError: `root` was copied or moved and the run still names the store of the old folder, or a file that is gone.
+        PipelineError: the folder was copied or moved and the run still names the store of the old one, or it has been sent to a
+            file that is gone.
     """
+    root = folder.root
     if (old := moved_from(root)) is not None and uri == own_store(old):
         raise MovedStoreError(moved(root.resolve(), old))
     file = sqlite_file(uri)
-    if file is not None and not file.exists() and uri != own_store(root):
+    sent_before = read_json(folder.feeder_note).get("run_id")
+    if sent_before and file is not None and not file.exists() and uri != own_store(root):
         raise PipelineError(f"{masked(uri)}: no such file any more; MLFLOW_TRACKING_URI={own_store(root)} names the store here")
 
 
