@@ -154,5 +154,8 @@ def test_samples_of_two_runs_stand_side_by_side(compared: Compared, comparison: 
 def test_tables_of_samples_of_two_runs_stand_side_by_side(compared: Compared, tab: Any) -> None:
     tab.goto(f"{compared.url}{page(compared.experiment, REINFORCEMENT)}&compareRunsMode=ARTIFACT")
     tab.locator("button", has_text="Group by:").filter(has_text="prompt").wait_for()
-    for name in compared.names:
-        tab.get_by_role("columnheader").filter(has_text=name).wait_for()  # a column of completions
+    columns = [tab.get_by_role("columnheader").filter(has_text=name) for name in compared.names]  # of completions
+    for column in columns:
+        column.wait_for()
+    left, right = (column.bounding_box() for column in columns)
+    assert left["x"] != right["x"] and left["y"] == right["y"]
