@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ import pytest
 
 from pipeline.errors import DataError, HeldError, NumericsError, ParamsError
 from pipeline.supervise import Stopped, exit_on_error, explain, hold, is_held, reason, signal_name
-from pipeline.supervise.ancestry import POLL_S, VARIABLE, Ancestor, handed_down, inherited
+from pipeline.supervise.ancestry import POLL_S, VARIABLE, Ancestor, handed_down, inherited, watched
 from pipeline.supervise.signals import STUCK_S
 
 ROOT = Path(__file__).parents[1]
@@ -239,6 +240,47 @@ def test_the_death_of_the_parent_stops_the_loop(tmp_path: Path) -> None:
         _wait(lambda: "ready" in _said(tmp_path))
         process.kill()
         _wait(lambda: "saved" in _said(tmp_path))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="parent-death signals exist on Linux")
+def test_who_has_stopped_says_so_although_its_parent_dies_meanwhile(tmp_path: Path) -> None:
+    """A rank whose connection breaks unwinds while rank 0 still dies: the signal of that death must not cut its line off."""
+    code = """
+        import os, sys, time
+        from pathlib import Path
+        from pipeline.supervise import StopSignals
+        parent = os.getppid()
+        with StopSignals():
+            pass
+        Path("said").write_text("ready\\n")
+        while os.getppid() == parent:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        Path("said").write_text("ready\\nmore\\n")
+    """
+    (tmp_path / "toy.py").write_text(textwrap.dedent(code))
+    parent = "import subprocess, sys; subprocess.run([sys.executable, 'toy.py'])"
+    with _process(tmp_path, parent) as process:
+        _wait(lambda: "ready" in _said(tmp_path))
+        process.kill()
+        _wait(lambda: "more" in _said(tmp_path), timeout_s=10)
+
+
+def test_no_death_is_told_after_the_watch_is_over() -> None:
+    asked, answer, told = threading.Event(), threading.Event(), []
+
+    class Slow(Ancestor):
+        @property
+        def is_alive(self) -> bool:
+            asked.set()
+            return answer.wait(10) and False
+
+    with watched([Slow(1, 1.0)], lambda: told.append("dead")):
+        asked.wait(10)
+        threading.Timer(0.2, answer.set).start()
+    before = list(told)
+    time.sleep(0.5)
+    assert told == before
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="parent-death signals exist on Linux")

@@ -83,7 +83,7 @@ def handed_down() -> dict[str, str]:
 
 @contextmanager
 def watched(ancestors: Sequence[Ancestor], on_death: Callable[[], None]) -> Iterator[None]:
-    """Looks at the ancestors every `POLL_S` seconds from a thread of its own; calls `on_death` once when one is gone."""
+    """Looks at the ancestors every `POLL_S` seconds from a thread of its own; calls `on_death` once when one is gone, never later."""
     done = threading.Event()
 
     def look() -> None:
@@ -92,9 +92,13 @@ def watched(ancestors: Sequence[Ancestor], on_death: Callable[[], None]) -> Iter
                 return
         on_death()
 
-    if ancestors:
-        threading.Thread(target=look, name="ancestors", daemon=True).start()
+    if not ancestors:
+        yield
+        return
+    looker = threading.Thread(target=look, name="ancestors", daemon=True)
+    looker.start()
     try:
         yield
     finally:
         done.set()
+        looker.join()  # what it does on a death has no place after the block

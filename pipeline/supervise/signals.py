@@ -105,6 +105,7 @@ class StopSignals:
         # A stage that was put in the background to survive its shell has no parent to follow; under DVC it always has.
         if signal.SIGHUP in before or "DVC_STAGE" in os.environ:
             follow_parent(PARENT_DIED)
+            self._context.callback(follow_parent, 0)  # its signal would end a process that has no handler any more
         self._context.enter_context(watched(inherited(), lambda: os.kill(os.getpid(), PARENT_DIED)))
         return self
 
@@ -203,7 +204,7 @@ def _next_signal(ear: socket.socket, until_s: float) -> int | None:
 def follow_parent(signum: int) -> None:
     """Asks the kernel for a signal to this process when its parent ends, or sends it if that has just happened (Linux only).
 
-    Neither DVC nor Prefect stop their children.
+    Neither DVC nor Prefect stop their children. Signal 0 takes the wish back.
     """
     if not sys.platform.startswith("linux"):
         return
