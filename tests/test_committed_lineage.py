@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pandas import read_csv
 
 from pipeline.lineage.code_hash import write_code_hashes
 from pipeline.params import load_params
@@ -93,3 +94,21 @@ def test_every_metric_is_explained_in_the_readme() -> None:
         if path.stem != "eval":  # docs/evaluation.md has those
             for key in metrics(path.stem):
                 assert any(re.fullmatch(pattern, key) for pattern in patterns), f"{key} of metrics/{path.name}"
+
+
+def test_the_readme_shows_these_figures() -> None:
+    """Of "Is my loss normal?": every figure with the digits that stand there, the first ones of reinforcement from its curves."""
+    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Is my loss normal?")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:4]] for line in section.splitlines() if line.startswith("| `")]
+    assert len(rows) == 8
+    for stage, at_the_start, at_the_end in rows:
+        stage = stage.strip("`")
+        last = metrics(stage)
+        first = {
+            **read_csv(ROOT / "plots" / f"{stage}.csv").iloc[0],
+            **{key: last[key] for key in last if key.endswith("_start")},
+        }
+        for cell, known in ((at_the_start, first), (at_the_end, last)):
+            for key, figure in re.findall(r"`([a-z_/]+)` ([0-9.]+[0-9])", cell):
+                digits = len(figure.partition(".")[2])
+                assert f"{known[key]:.{digits}f}" == figure, f"README.md, {stage}: {key}"
