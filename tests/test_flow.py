@@ -1,11 +1,13 @@
 """The flow against a real, temporary Prefect server and a small lineage: order, siblings, retries, failures."""
 
+import asyncio
 import json
 import sys
 import tomllib
 from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import uuid4
 
 import dvc_here
 import pytest
@@ -14,6 +16,7 @@ from prefect import get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.sorting import FlowRunSort, TaskRunSort
 from prefect.exceptions import ParameterTypeError, PrefectHTTPStatusError
+from prefect.server.api.clients import OrchestrationClient
 from prefect.settings import PREFECT_SERVER_API_AUTH_STRING, PREFECT_SERVER_CORS_ALLOWED_ORIGINS, temporary_settings
 from prefect.testing.utilities import prefect_test_harness
 from starlette.testclient import TestClient
@@ -252,6 +255,17 @@ def test_strangers_get_no_answer() -> None:
     assert client.get(path).status_code == 401
     assert client.get(path, headers={**known, "Host": "evil.example:4200"}).status_code == 400
     assert client.options(path, headers={**preflight, "Origin": "http://evil.example"}).status_code == 400
+
+
+def test_the_guarded_server_answers_its_own_services() -> None:
+    """They call the app without a network, under a name of their own: without an answer no crashed run starts again."""
+
+    async def ask() -> int:
+        async with OrchestrationClient() as client:
+            return (await client.read_flow_run_raw(uuid4())).status_code
+
+    guarded_app()
+    assert asyncio.run(ask()) == 404  # known to nobody, but looked for
 
 
 def test_a_run_cannot_bring_a_command_of_its_own() -> None:
