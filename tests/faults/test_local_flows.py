@@ -24,9 +24,10 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 def flows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFlows]:
     """On a machine that counts as having one GPU."""
     folder = tmp_path_factory.mktemp("flows")
-    (folder / "copy").mkdir()
-    waiting_stages(folder / "copy", gpus=1)
-    made = LocalFlows(folder / "copy", folder / "prefect")
+    copy = folder / "it's 100% mine #1?"  # a name that addresses, shells and URIs may read as something else
+    copy.mkdir()
+    waiting_stages(copy, gpus=1)
+    made = LocalFlows(copy, folder / "prefect")
     try:
         yield made.start()
     finally:
