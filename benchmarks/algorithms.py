@@ -29,6 +29,7 @@ from pipeline.params.schema import Group, Ppo
 from pipeline.rewards.scoring import CompletionScorer
 from pipeline.rollout.episodes import run_episodes
 from pipeline.rollout.records import Trajectory
+from pipeline.supervise import exit_on_error
 from pipeline.text.chat import ChatEncoder
 from pipeline.text.tokenizer import Tokenizer, load_tokenizer
 from pipeline.training.device import Device, open_device
@@ -175,4 +176,5 @@ def shown(estimate: Estimate) -> str:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    with exit_on_error("algorithms"):
+        typer.run(main)

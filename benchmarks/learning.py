@@ -29,6 +29,7 @@ from pipeline.params import Params, load_params
 from pipeline.rewards.scoring import solved
 from pipeline.rollout.episodes import read_turn, run_episodes
 from pipeline.rollout.records import Completion, RolloutEngine
+from pipeline.supervise import exit_on_error
 from pipeline.text.chat import ChatEncoder
 from pipeline.text.tokenizer import Tokenizer, load_tokenizer
 from pipeline.training.device import open_device
@@ -225,4 +226,5 @@ def shown(estimate: Estimate) -> str:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    with exit_on_error("learning"):
+        typer.run(main)

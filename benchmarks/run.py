@@ -21,6 +21,7 @@ from benchmarks.report import Report, keep, table
 from benchmarks.setting import Setting
 from pipeline.errors import PipelineError
 from pipeline.params import load_params
+from pipeline.supervise import exit_on_error
 from pipeline.training.device import open_device
 
 RESULTS = Path(__file__).parent / "results"
@@ -108,4 +109,5 @@ def head(setting: Setting) -> str:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    with exit_on_error("run"):
+        typer.run(main)
