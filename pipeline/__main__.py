@@ -254,14 +254,13 @@ def chat(
 ) -> None:
     """Talk to a trained model; questions are lines of the standard input."""
     from pipeline.commands.chat import Conversation, chosen_tools, converse
-    from pipeline.commands.models import open_model
+    from pipeline.commands.models import open_model, open_tokenizer
     from pipeline.rollout.truncation import Truncation
-    from pipeline.text.tokenizer import load_tokenizer
     from pipeline.tools.toolbox import open_toolbox
     from pipeline.training.device import open_device
 
     truncation = Truncation(top_k, top_p, repetition_penalty)
-    tokenizer = load_tokenizer(Path("data/tokenizer"))
+    tokenizer = open_tokenizer()
     params = load_params()
     toolbox = open_toolbox(params.tools)
     offered = chosen_tools(toolbox, tool or [], every=tools)
@@ -281,10 +280,9 @@ def chat(
 def export(model: Model, folder: Annotated[Path, typer.Argument(help="a new folder")]) -> None:
     """Write a model as a folder for transformers (config, safetensors, tokenizer)."""
     from pipeline.commands.export import export as write
-    from pipeline.commands.models import open_model
-    from pipeline.text.tokenizer import load_tokenizer
+    from pipeline.commands.models import open_model, open_tokenizer
 
-    write(open_model(model, load_tokenizer(Path("data/tokenizer"))), folder)
+    write(open_model(model, open_tokenizer()), folder)
     echo(f"{folder}: AutoModelForCausalLM.from_pretrained opens it")
 
 

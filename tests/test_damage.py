@@ -12,7 +12,7 @@ from typing import cast
 
 import pytest
 
-from pipeline.commands.models import open_model
+from pipeline.commands.models import open_model, open_tokenizer
 from pipeline.errors import DataError
 from pipeline.lineage.damage import remedies
 from pipeline.lineage.declaration import read_lock
@@ -131,3 +131,19 @@ def test_chat_says_what_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         open_model("grpo", cast(Tokenizer, SimpleNamespace(digest="")))
     assert len(raised.value.lines) == 1 and "checkpoints/grpo.json: not the description" in str(raised.value)
     assert str(raised.value).endswith("`rm -rf checkpoints/grpo.json && dvc checkout grpo` brings them back")
+
+
+def test_chat_says_what_a_damaged_tokenizer_needs_and_what_dvc_cannot_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of DVC's without the git repository that it was made in."""
+    (tmp_path / "data/tokenizer").mkdir(parents=True)
+    (tmp_path / "data/tokenizer/tokenizer.json").write_text("{")
+    dvc(tmp_path, "init --no-scm --quiet")
+    (tmp_path / ".dvc/config").write_text("")
+    (tmp_path / "dvc.lock").write_text("stages: {tokenizer: {outs: [{path: data/tokenizer, md5: 0.dir}]}}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError) as raised:
+        open_tokenizer()
+    damaged, recorded, why = str(raised.value).split("; ")
+    assert damaged.startswith("data/tokenizer/tokenizer.json: not JSON")
+    assert recorded == "data/tokenizer: not the bytes that dvc.lock has of stage tokenizer"
+    assert why.startswith("DVC cannot bring them back: ") and "not a git repository" in why

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pipeline.digests import digest
-from pipeline.errors import DataError
+from pipeline.errors import DataError, PipelineError
 from pipeline.lineage.declaration import read_lock
+from pipeline.lineage.plan import faults_of_dvc
 
 
 def remedies(root: Path, paths: Iterable[str | Path]) -> Iterator[str]:
@@ -33,7 +34,11 @@ def remedies(root: Path, paths: Iterable[str | Path]) -> Iterator[str]:
 
 
 def _remedy(root: Path, path: str, stage: str, md5: str) -> str:
-    bad = list(_bad_objects(root, md5))
+    try:
+        with faults_of_dvc(root):
+            bad = list(_bad_objects(root, md5))
+    except PipelineError as error:
+        return f"DVC cannot bring them back: {error}"
     gone = shlex.join(["rm", "-rf", path, *(str(each.relative_to(root) if each.is_relative_to(root) else each) for each in bad)])
     if not bad:
         return f"`{gone} && dvc checkout {stage}` brings them back"
