@@ -83,7 +83,7 @@ def handed_down() -> dict[str, str]:
 
 @contextmanager
 def watched(ancestors: Sequence[Ancestor], on_death: Callable[[], None]) -> Iterator[None]:
-    """Looks at the ancestors every `POLL_S` seconds from a thread; calls `on_death` once when one is gone, never after the block."""
+    """Looks at the ancestors every `POLL_S` s from a thread; calls `on_death` once when one is gone, never after the block."""
     done = threading.Event()
 
     def look() -> None:
