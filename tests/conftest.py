@@ -32,7 +32,7 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder of reference data beside the repository; the test is skipped where there is none."""
+    """The folder `shared` beside the repository, with data files of other people; for tests marked `wide`."""
     folder = ROOT.parent / "shared"
     if not folder.is_dir():
         pytest.skip("no folder `shared` beside the repository")

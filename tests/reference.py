@@ -1,4 +1,4 @@
-"""Reference figures: what MiniMind's formulas and its chat template give, in fp64, written down once."""
+"""Reference figures, written down once: what MiniMind's formulas give in fp64, its chat template, small models of its make."""
 
 import json
 from pathlib import Path
@@ -16,4 +16,10 @@ def figures(name: str) -> dict[str, Any]:
 def conversations() -> list[dict[str, Any]]:
     """Conversations with the text that the template renders; keys other than these two and `why` are its arguments."""
     found: list[dict[str, Any]] = json.loads((FOLDER / "chat_template.json").read_text(encoding="utf-8"))
+    return found
+
+
+def models() -> dict[str, Any]:
+    """Of each `minimind_<name>.pth` in `FOLDER`, written as MiniMind does: its sizes, ids, and what it makes of them in fp32."""
+    found: dict[str, Any] = json.loads((FOLDER / "models.json").read_text(encoding="utf-8"))
     return found

@@ -16,6 +16,7 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from reference import FOLDER, models
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
@@ -34,7 +35,6 @@ from pipeline.params.schema import ModelParams, RopeScaling
 from pipeline.params.sizes import num_parameters
 
 ROOT = Path(__file__).parents[1]
-ORACLE = ROOT.parent / "shared" / "data" / "oracle"
 CLOSE = {"rtol": 0.0, "atol": 1e-5}
 
 SMALL = ModelConfig(
@@ -235,10 +235,9 @@ def test_rope_rotates_half_split_pairs():
     torch.testing.assert_close(rotated, torch.tensor(expected), **CLOSE)
 
 
-@pytest.mark.skipif(not ORACLE.exists(), reason="no reference figures")
 @pytest.mark.parametrize("name", ["dense", "moe", "moe_top2"])
 def test_reference_checkpoints_give_their_logits(name):
-    record = json.loads((ORACLE / "models.json").read_text(encoding="utf-8"))[name]
+    record = models()[name]
     given_values = record["config"]
     config = replace(
         SMALL,
@@ -246,7 +245,7 @@ def test_reference_checkpoints_give_their_logits(name):
         head_dim=given_values["hidden_size"] // given_values["num_attention_heads"],
         moe_intermediate_size=given_values["intermediate_size"],
     )
-    model = load_foreign(ORACLE / f"minimind_{name}.pth", config)
+    model = load_foreign(FOLDER / f"minimind_{name}.pth", config)
     ids = torch.tensor(record["input_ids"])
     with torch.no_grad():
         logits = model(ids)

@@ -371,6 +371,7 @@ def test_untrainable_rows(kind, value, reason):
     assert untrainable(value, kind) == reason
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("name", "set_name", "rows"),
     [
@@ -387,6 +388,7 @@ def test_real_files_are_valid(shared, name, set_name, rows):
     assert not any(untrainable(row.value, SET_KINDS[set_name]) for row in read)
 
 
+@pytest.mark.wide
 def test_real_tasks_offer_tools_and_expect_answers(shared):
     first = read_source(shared / "data" / "real" / "agent_rl_math_sample.jsonl", "agent")[0].value
     assert [entry["function"]["name"] for entry in first["tools"]] == ["calculate_math", "get_current_weather"]
