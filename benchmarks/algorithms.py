@@ -105,7 +105,9 @@ def main(
     score = CompletionScorer(params.rewards, open_reward_model(REWARD, params.reward.external, tokenizer, device))
     start = device.prepare(load_model(SFT, tokenizer_digest=tokenizer.digest))
     before = held_out_reward(start, params, tokenizer, score, device)
-    print(f"full_sft: mean reward {shown(before)} over {before.n} held-out prompts, {params.eval.confidence:.0%} intervals\n")
+    print(
+        f"full_sft: mean reward {shown(before)} over {before.n} held-out prompts, {100 * params.eval.confidence:g}% intervals\n"
+    )
     columns = ["updates", "algorithm", "seed", "steps", "reward", "better than full_sft", *SHOWN, "minutes"]
     print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
     for count, name, number in product(updates or UPDATES, names or NAMES, seed or [42]):

@@ -9,6 +9,7 @@ with 1 where one is missed.
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,8 +21,9 @@ from benchmarks.report import table
 from pipeline.data.prepare import prompt_key
 from pipeline.data.prepared import iter_prepared
 from pipeline.data.prompts import PromptTask
-from pipeline.data.schema import SET_KINDS, normalise
+from pipeline.data.schema import SET_KINDS, Kind, normalise
 from pipeline.data.world import generate
+from pipeline.errors import DataError
 from pipeline.evaluation.examiner import open_policy
 from pipeline.evaluation.panel import Asked, Question, last_turns, normalised, questions_of
 from pipeline.evaluation.statistics import Estimate, paired, proportion
@@ -69,19 +71,15 @@ STAGES = ("full_sft", "lora", "dpo", "ppo", "grpo", "agent")
 class UnseenRows:
     """Rows of the embedded world that fall to the held-out side of the split, no two the same.
 
-    The split is by what a row asks, so held-out rows are a fair sample of the world. No stage trains on them after full_sft,
-    which has met most of what a closed world can be asked.
+    The split is by what a row asks, so held-out rows are a fair sample of the world. No stage after full_sft trains on what they
+    ask last, in whatever turn; full_sft has met most of what a closed world can be asked.
     """
 
     def __init__(self, params: Params) -> None:
         recipe = dict(read_yaml(Path(params.data.sets.agent.source)))
         self._recipe = {**recipe, "seed": recipe["seed"] + 1}
         self._seed = params.data.seed
-        self._trained = {key for name in SETS for key in self._keys(name, "train")}
-
-    def _keys(self, name: str, split: str) -> Iterator[bytes]:
-        rows = iter_prepared(Path("data/prepared") / name, split)
-        return (prompt_key(row, SET_KINDS[name], self._seed) for row in rows)
+        self._trained = {text for name in SETS for row in prepared(name, "train") for text in questions(name, row)}
 
     def of(self, name: str, **changes: Any) -> Iterator[dict[str, Any]]:
         """Rows of a set as `prepare` stores them.
@@ -90,12 +88,23 @@ class UnseenRows:
             name: of the set.
             changes: what differs from the recipe of the lineage, beside its seed.
         """
-        rows, last = self._recipe["rows"], max(self._keys(name, "held_out"))
-        for raw in generate(name, {**self._recipe, **changes, "rows": {**rows, name: 100 * rows[name]}}):
-            row, _ = normalise(raw, SET_KINDS[name], [])
-            key = prompt_key(row, SET_KINDS[name], self._seed)
-            if key <= last and key not in self._trained:
-                yield row
+        rows, kind = self._recipe["rows"], SET_KINDS[name]
+        last = max(prompt_key(row, kind, self._seed) for row in prepared(name, "held_out"))
+        with suppress(DataError):  # the world has no further rows
+            for raw in generate(name, {**self._recipe, **changes, "rows": {**rows, name: 100 * rows[name]}}):
+                row, _ = normalise(raw, kind, [])
+                if prompt_key(row, kind, self._seed) <= last and questions(name, row)[-1] not in self._trained:
+                    yield row
+
+
+def prepared(name: str, split: str) -> Iterator[dict[str, Any]]:
+    return iter_prepared(Path("data/prepared") / name, split)
+
+
+def questions(name: str, row: Mapping[str, Any]) -> list[str]:
+    """What the user of a row says, turn by turn."""
+    messages = row["chosen" if SET_KINDS[name] is Kind.PAIRS else "conversations"]
+    return [message["content"] for message in messages if message["role"] == "user"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ def main() -> None:
         if settings.reference == "cached":
             known = digests(Path.cwd(), [ENCODED, SFT, "data/code/dpo.json"])
             draws = settings.seed, settings.epochs, settings.drop_empty_think_frac
-            identity = f"{known} {draws} {device.autocast_dtype}"
+            identity = f"{known} {draws}"
             folder = run.scratch / "reference"
             scores = cached_reference(reference, train, held_out, device, folder, identity, epochs=settings.epochs)
         else:

@@ -471,8 +471,16 @@ def test_over_long_prompts_are_dropped_or_abort(build, tokenizer):
     assert len(prompts) == len(source) - too_long
     assert len(prompts.dropped) == too_long
     assert all("rows.jsonl:" in reason and reason.endswith("> max_prompt_len=80") for reason in prompts.dropped)
-    with pytest.raises(DataError, match=rf"rlaif \(train\): {too_long} of {len(source)} rows dropped.*max_prompt_len"):
+    with pytest.raises(
+        DataError, match=rf"rlaif \(train\): {too_long} of {len(source)} rows dropped.*max_prompt_len, or raise that"
+    ):
         prompt_set(prepared, tokenizer, max_prompt_len=80)
+    with pytest.raises(DataError, match=f"all {len(source)} rows dropped.*raise the stage's max_prompt_len$"):
+        prompt_set(prepared, tokenizer, max_prompt_len=2, max_dropped_frac=1.0)
+    with pytest.raises(
+        DataError, match=r"tokens > the 2 that eval.max_new_tokens leaves of the window.*or lower eval.max_new_tokens$"
+    ):
+        prompt_set(prepared, tokenizer, max_prompt_len=2, max_dropped_frac=1.0, beside="eval.max_new_tokens")
 
 
 def test_rows_whose_tools_nothing_answers_are_dropped_with_their_names_or_abort(build, tokenizer):

@@ -272,18 +272,34 @@ def test_what_mlflow_lacks_is_named(repository: Path, monkeypatch: pytest.Monkey
     for state, there in (("deleted", False), ("active", True)):
         (repository / "mlflow.db").unlink(missing_ok=True)
         with closing(sqlite3.connect(repository / "mlflow.db")) as connection, connection:
-            connection.execute("CREATE TABLE runs (run_uuid TEXT, lifecycle_stage TEXT)")
+            connection.execute("CREATE TABLE runs (run_uuid TEXT, lifecycle_stage TEXT, artifact_uri TEXT)")
             connection.execute("CREATE TABLE tags (run_uuid TEXT, key TEXT, value TEXT)")
-            connection.execute("INSERT INTO runs VALUES ('r', ?)", (state,))
+            connection.execute("INSERT INTO runs VALUES ('r', ?, ?)", (state, (repository / "of the run").as_uri()))
             connection.execute("INSERT INTO tags VALUES ('r', 'run.uid', ?)", (read_json(folder.about)["uid"],))
         assert (workspace.check_mlflow(repository, params()).severity is OK) == there
+    folder.samples.write_text("{}\n")  # it has samples, and their folder beside the store is gone
+    line = workspace.check_mlflow(repository, params())
+    assert line.severity is WARN and lacks in line.text
+    (repository / "of the run/samples").mkdir(parents=True)
+    assert workspace.check_mlflow(repository, params()).severity is OK
     folder.feeder_note.unlink()
     line = workspace.check_mlflow(repository, params())
     assert line.severity is WARN and lacks in line.text
     with hold(folder.feeder_lock, wait=False):  # it is being sent
         assert workspace.check_mlflow(repository, params()).severity is OK
     off = params().model_copy(update={"runtime": params().runtime.model_copy(update={"mlflow": False})})
-    assert workspace.check_mlflow(repository, off).severity is OK
+    line = workspace.check_mlflow(repository, off)
+    assert line.severity is OK and line.text.endswith("0 ended runs, sent whole; 1 are not sent, as runtime.mlflow is false")
+
+
+def test_a_record_that_ends_before_its_run_did_is_named(repository: Path) -> None:
+    folder = train(repository)
+    [whole] = doctor.diagnose(repository, repository, "grpo")
+    assert whole.state == "finished"
+    size = folder.metrics.stat().st_size
+    folder.metrics.write_bytes(folder.metrics.read_bytes()[:100])
+    [cut] = doctor.diagnose(repository, repository, "grpo")
+    assert cut.severity is WARN and cut.state.endswith(f"ends before the run did, 100 of {size} bytes are left")
 
 
 def test_a_store_that_cannot_be_read_is_named(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,15 +379,17 @@ def test_files_are_compared_with_the_lock_file(repository: Path) -> None:
     for name in ("data/tokenizer", "checkpoints", "reports"):
         (repository / name).mkdir()
     (repository / "checkpoints/grpo.pth").write_bytes(b"abc")
+    (repository / "data/tokenizer/tokenizer.json").write_bytes(b"123456789")
     assert workspace.check_lineage(repository, params()) == Line("lineage", OK, "3 stages, the files of all are there")
     (repository / "checkpoints/grpo.pth").write_bytes(b"abcd")
+    (repository / "data/tokenizer/tokenizer.json").write_bytes(b"ab")
     (repository / "reports").rmdir()
     stages = "data:\n    foreach: ${data.sets}\n  encode:\n    foreach: [lora]\n  tokenizer: {}"
     (repository / "dvc.yaml").write_text(f"stages:\n  {stages}\n", encoding="utf-8")
     line = workspace.check_lineage(repository, params())
     assert line.severity is WARN and line.text.startswith(
         "never ran: data@agent, data@dpo, data@full_sft, data@lora, data@pretrain and 2 more; "
-        "files are missing of eval; files differ from dvc.lock of grpo; `dvc checkout`"
+        "files are missing of eval; files differ from dvc.lock of grpo, tokenizer; `dvc checkout`"
     )
 
 

@@ -581,6 +581,10 @@ def test_a_measurement_is_kept_until_something_changes(tmp_path: Path) -> None:
     assert cached(folder, "digest 1", lambda: measure("again")) == first == expected
     assert cached(folder, "digest 2", lambda: measure("two")).values == {"qa_exact": [1.0, 2.0]}
     assert calls == ["one", "two"] and len(list(folder.iterdir())) == 2
+    for path in folder.iterdir():  # a disk flips a digit
+        path.write_text(path.read_text().replace("1.0]", "0.0]"))
+    calls.clear()
+    assert cached(folder, "digest 1", lambda: measure("again")) == expected and calls == ["again"]
     for torn in ("", '{"values": {"qa_exact": [1.0', '{"qa_exact": [1.0]}', "\udcff"):
         for path in folder.iterdir():
             path.write_bytes(torn.encode("utf-8", errors="surrogateescape"))
@@ -616,6 +620,7 @@ def test_the_report_reads_as_tables() -> None:
     assert "| model | length |" in lines and "| grpo | -0.250 [-0.500, 0.000] n=8 |" in lines
     assert "| grpo | full_sft | qa_exact | stops_frac | reward_mean |" in lines
     assert "![grpo](curves/grpo.png)" in lines and "95% intervals" in text
+    assert "99.9% intervals" in markdown(ESTIMATES, verdicts, PARENTS, 0.999, [], {})  # type: ignore[arg-type]
     widths = {line.count("|") for line in lines if line.startswith("| model | qa_exact") or line.startswith("| grpo | 0.750")}
     assert len(widths) == 1
 

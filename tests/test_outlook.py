@@ -63,6 +63,9 @@ def test_a_run_that_ends_within_its_warm_up_is_named(tmp_path: Path) -> None:
         "pretrain.warmup_steps=6: the run has 6 steps and ends before its rate is pretrain.lr",
         "grpo.warmup_steps=9: the run has 9 steps and ends before its rate is grpo.lr",
     ]
+    critic = params(ppo=small | {"mini_batch_size": 2, "max_steps": None, "warmup_steps": 0, "critic_warmup_steps": 12})
+    (line,) = (line for line in never_warm(critic, tmp_path) if line.startswith("ppo"))
+    assert line.startswith("ppo.critic_warmup_steps=12: the run has 12 steps and ends before the policy is trained")
 
 
 @pytest.mark.parametrize("warmup", [4, 5])

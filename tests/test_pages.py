@@ -78,7 +78,7 @@ def test_pages_without_run_folders_are_whole(tmp_path: Path) -> None:
     found = origin("")
     gone = Step("model", found.steps[-1].params, found.steps[-1].deps, found.steps[-1].outs, None)
     html = whence_page(Origin("f", "m" * 32, "model.pth", {}, True, [], [*found.steps[:-1], gone], {}, {}), tmp_path)
-    assert "its folder is gone" in html and "the workspace" in html and "<h2>Curves" not in html
+    assert "there is no folder of it here" in html and "the workspace" in html and "<h2>Curves" not in html
 
 
 def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,6 +118,8 @@ def test_every_impossible_combination_is_reported_at_once() -> None:
     lengths = [f"{name}.max_seq_len" for name in ("pretrain", "full_sft", "lora", "dpo")]
     sums = [f"{name}.max_prompt_len + {name}.max_new_tokens" for name in ("ppo", "grpo")]
     assert said == [*lengths, *sums, "agent.max_total_len", "eval.max_new_tokens"]
+    with pytest.raises(ParamsError, match="ppo.batch_size=1: must be >= 2, advantages are whitened"):
+        parse_params(changed("ppo.batch_size", 1, changed("ppo.mini_batch_size", 1)))
     tree = changed("ppo.mini_batch_size", 60000, changed("ppo.critic_warmup_steps", 99))
     with pytest.raises(ParamsError) as caught:
         parse_params(changed("model.num_key_value_heads", 3, tree))

@@ -119,6 +119,25 @@ def test_rows_that_ask_the_same_lie_on_one_side(tmp_path, data_params):
     assert not set(train) & set(held_out)
 
 
+def test_no_held_out_chat_begins_one_that_is_trained_on(tmp_path, data_params):
+    """Every turn of a chat is trained on: Q1 alone, and Q1 with more behind it, are one question of the split."""
+    asked = [questions for n in range(60) for questions in ([f"Q{n}"], [f"Q{n}", "More?"], [f"Q{n}", "More?", "And?"])]
+    rows = [
+        {
+            "conversations": [
+                turn for text in each for turn in ({"role": "user", "content": text}, {"role": "assistant", "content": "A"})
+            ]
+        }
+        for each in asked
+    ]
+    prepare("full_sft", write(tmp_path, rows), tmp_path / "out", with_values(data_params, held_out_frac=0.2))
+    firsts = {
+        split: {row["conversations"][0]["content"] for row in read_prepared(tmp_path / "out", split)}
+        for split in ("train", "held_out")
+    }
+    assert len(firsts["held_out"]) == 12 and not firsts["train"] & firsts["held_out"]
+
+
 def test_the_split_depends_on_seed_and_question_not_on_the_place(tmp_path, data_params):
     rows = [chat(f"Q{n}") for n in range(60)]
 

@@ -314,6 +314,28 @@ def test_a_store_that_was_lost_or_restored_in_part_is_asked_and_gets_what_it_lac
         assert not noted_complete(folder)
 
 
+def test_what_a_damaged_record_cannot_tell_is_not_said() -> None:
+    """How the run ended, or all that it measured: what MLflow has of it stays, and `complete` is not said."""
+    store = Store()
+    with project(store) as folder:
+        trainer = Trainer(folder)
+        trainer.start()
+        trainer.train(9, save=True)
+        trainer.end(0)
+        list(send_missing([folder], None))
+        status, ended = store.kept().status, folder.exit.read_text()
+        folder.exit.write_text(ended[:10])
+        with pytest.raises(PipelineError, match="exit.json: unreadable, so how the run ended is not known"):
+            list(send_missing([folder], None))
+        assert store.kept().status == status == "FINISHED"
+        size = folder.metrics.stat().st_size
+        write_json(folder.exit, json.loads(ended) | {"metrics_bytes": size})
+        list(send_missing([folder], None))
+        write_json(folder.exit, json.loads(ended) | {"metrics_bytes": size + 1})
+        with pytest.raises(PipelineError, match=f"ends before the run did, {size} of {size + 1} bytes are left"):
+            list(send_missing([folder], None))
+
+
 def test_what_is_still_sent_or_trained_is_refused_and_the_rest_goes(ended: RunFolder) -> None:
     other = RunFolder(ended.path.with_name("2"))
     trainer = Trainer(other)

@@ -994,6 +994,12 @@ def test_external_reward_model_is_called_with_get_score(tmp_path: Path) -> None:
 def test_external_reward_model_faults_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no config.json"):
         ExternalRewardModel(tmp_path / "absent", device=torch.device("cpu"))
+    for name, description in (("empty", "{}"), ("broken", "{")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(description)
+        with pytest.raises(DataError, match=f"{name}': cannot be loaded") as raised:
+            ExternalRewardModel(tmp_path / name, device=torch.device("cpu"))
+        assert len(raised.value.lines) == 1
     write_toy_reward(tmp_path / "other_reward", "rate")
     with pytest.raises(DataError, match="has no get_score"):
         ExternalRewardModel(tmp_path / "other_reward", device=torch.device("cpu"))

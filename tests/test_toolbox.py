@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -229,6 +230,20 @@ def arguments(entry: object, *required: str) -> dict[str, Any]:
     return {"properties": {"a": entry}, "required": list(required)}
 
 
+def test_a_file_that_imports_one_of_the_repository_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[..., Toolbox]
+) -> None:
+    """Its edits would decide results and rerun nothing; what is installed is another matter."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "helper_of_mine.py").write_text("N = 1\n")
+    assert write(f"import colorsys\n{HEAD}TOOLS = [{TOOL % {}}]").tools
+    with pytest.raises(
+        DataError, match="imports helper_of_mine.py, whose edits would rerun nothing; write all into the one file"
+    ):
+        write(f"import helper_of_mine\n{HEAD}TOOLS = [{TOOL % {}}]")
+    sys.modules.pop("helper_of_mine")
+
+
 @pytest.mark.parametrize(
     ("code", "said"),
     [
@@ -251,6 +266,10 @@ def arguments(entry: object, *required: str) -> dict[str, Any]:
         (HEAD + f"TOOLS = [{TOOL % arguments({'enum': 'xy'})}]", "enum of argument 'a' must be a list"),
         (HEAD + f"TOOLS = [{TOOL % arguments({}, 'b')}]", "required must list names of properties, got ['b']"),
         (HEAD + f"TOOLS = [{TOOL % {}}, {TOOL % {}}]", "names must differ, got f, f"),
+        (HEAD + f"TOOLS = [{TOOL % arguments({'x': {1}})}]", "TOOLS[0]: 'f': schema must be JSON"),
+        (HEAD + f"TOOLS = [{TOOL % arguments({'x': b'bytes'})}]", "Object of type bytes is not JSON serializable"),
+        (HEAD + f"TOOLS = [{TOOL % arguments({'x': chr(0xD800)})}]", "surrogates not allowed"),
+        (HEAD + f"nan = float('nan')\nTOOLS = [{TOOL % arguments({'enum': [float('nan')]})}]", "Out of range float values"),
         (HEAD + f"TOOLS = [{TOOL % {}}]\ncheck = 3", "must return a list with one bool (TypeError"),
         (HEAD + f"TOOLS = [{TOOL % {}}]\ndef check(gt, answer): return []", "(ValueError: got 0 flags for 1 expected answers)"),
         (HEAD + f"TOOLS = [{TOOL % {}}]\ndef check(gt, answer): return True", "must return a list with one bool (TypeError"),

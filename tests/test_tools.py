@@ -286,6 +286,13 @@ def test_an_offer_without_usable_parameters_has_a_fault(parameters: Any) -> None
     )
 
 
+@pytest.mark.parametrize("properties", [["timezone"], "timezone", 3])
+def test_an_offer_whose_arguments_are_no_object_has_a_fault(properties: Any) -> None:
+    """Of a tool that takes a call without arguments, too."""
+    offered = {"function": {"name": "f", "parameters": {"type": "object", "properties": properties}}}
+    assert "properties must be an object" in str(offer_fault(offered, tool_schema("get_current_time")))
+
+
 def test_zero_is_a_value_and_optional_arguments_are_optional() -> None:
     assert argument_fault(tool_schema("unit_converter"), {"value": 0, "from_unit": "kg", "to_unit": "pounds"}) is None
     assert argument_fault(tool_schema("get_current_time"), {}) is None

@@ -1,5 +1,7 @@
 """Truncated sampling against transformers' own processors, and its edges."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -49,7 +51,10 @@ def test_the_defaults_change_nothing_and_one_id_is_always_left() -> None:
         ({"top_k": -1}, "top_k=-1: must be >= 1, or 0 for no limit"),
         ({"top_p": 0.0}, "top_p=0.0: must be > 0 and <= 1"),
         ({"top_p": 1.5}, "top_p=1.5: must be > 0 and <= 1"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0: must be > 0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0: must be a number > 0"),
+        ({"repetition_penalty": math.nan}, "repetition_penalty=nan: must be a number > 0"),
+        ({"repetition_penalty": math.inf}, "repetition_penalty=inf: must be a number > 0"),
+        ({"top_p": math.nan}, "top_p=nan: must be > 0 and <= 1"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(wrong: dict, line: str) -> None:

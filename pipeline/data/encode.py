@@ -68,7 +68,7 @@ def encode_set(
     kind = SET_KINDS[set_name]
     prepared_report = read_report(prepared)
     source = prepared_report["source"]
-    remedy = f"shorten or remove them, or raise {set_name}.max_seq_len or data.max_dropped_frac"
+    remedy = f"shorten or remove them, or raise {set_name}.max_seq_len"
     out.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"set": set_name, "source": source, "max_seq_len": max_seq_len}
     dropped: list[str] = []

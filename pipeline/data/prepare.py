@@ -2,7 +2,8 @@
 
 The split is a function of the seed and of what a row asks, never of its place in the file or of the set it is in: rows that
 ask the same thing lie on one side, so no held-out question is also a training row, and a question held out of one set tends to
-be held out of the others.
+be held out of the others. Chats are trained on in every turn, so their first question decides: no held-out chat is the beginning
+of one that is trained on, or the other way round.
 """
 
 import json
@@ -56,8 +57,7 @@ def prepare(set_name: str, source: Path, out: Path, params: Data) -> dict[str, A
             dropped.append(f"{source}:{row.line}: {reason}")
         else:
             rows.append(row)
-    remedy = "mend or remove them, or raise data.max_dropped_frac"
-    refuse_many_dropped(set_name, dropped, len(rows) + len(dropped), params.max_dropped_frac, remedy)
+    refuse_many_dropped(set_name, dropped, len(rows) + len(dropped), params.max_dropped_frac, "mend or remove them")
     held_out = _held_out([prompt_key(row.value, kind, params.seed) for row in rows], params, set_name)
     split_rows = {
         "train": [row for index, row in enumerate(rows) if index not in held_out],
@@ -80,7 +80,7 @@ def prepare(set_name: str, source: Path, out: Path, params: Data) -> dict[str, A
 
 
 def prompt_key(value: dict[str, Any], kind: Kind, seed: int) -> bytes:
-    """A 16-byte hash of the seed and of what the row asks: its text, or the contents of its user messages.
+    """A 16-byte hash of the seed and of what the row asks: its text, a chat's first user message, or the contents of all.
 
     System prompt, offered tools and earlier answers do not count: with them changed it is still the same question.
     """
@@ -89,6 +89,8 @@ def prompt_key(value: dict[str, Any], kind: Kind, seed: int) -> bytes:
     else:
         messages = value["chosen" if kind is Kind.PAIRS else "conversations"]
         asked = [message["content"] for message in messages if message["role"] == "user"]
+        if kind is Kind.CHAT:
+            asked = asked[:1]
     text = json.dumps([seed, *asked], ensure_ascii=False)
     return blake2b(text.encode("utf-8"), digest_size=16).digest()
 

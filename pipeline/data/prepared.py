@@ -18,14 +18,15 @@ def refuse_many_dropped(set_name: str, dropped: Sequence[str], total: int, max_d
     """Nothing when at most `max_dropped_frac` of `total` rows were dropped and one is left.
 
     Raises:
-        DataError: how many of how many, the first reasons (`file:line: reason`), and the `remedy`.
+        DataError: how many of how many, the first reasons (`file:line: reason`), and the `remedy`; where some were left, to allow
+            more is one, too.
     """
     first = "; ".join(dropped[:3]) + ("; ..." if len(dropped) > 3 else "")
     if len(dropped) == total:
         raise DataError(f"{set_name}: all {total} rows dropped; {first}; {remedy}")
     if len(dropped) > max_dropped_frac * total:
         allowed = f"allowed is data.max_dropped_frac={max_dropped_frac:g}"
-        raise DataError(f"{set_name}: {len(dropped)} of {total} rows dropped, {allowed}; {first}; {remedy}")
+        raise DataError(f"{set_name}: {len(dropped)} of {total} rows dropped, {allowed}; {first}; {remedy}, or raise that")
 
 
 def write_report(out: Path, report: dict[str, Any]) -> None:

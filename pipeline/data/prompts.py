@@ -49,6 +49,7 @@ class PromptSet:
         thinking_ratio: float,
         system_prompt_frac: float = 0.0,
         toolbox: Toolbox | None = None,
+        beside: str | None = None,
     ) -> None:
         """Reads all rows; those whose longest variant does not fit are dropped, and those whose tools nothing answers.
 
@@ -63,6 +64,7 @@ class PromptSet:
             thinking_ratio: chance per row and epoch of an open think block.
             system_prompt_frac: chance per row and epoch that a prompt without system message (so without tools) is given one.
             toolbox: what answers calls; None where none are answered.
+            beside: the parameter that leaves `max_prompt_len` tokens of the window, where that is none of its own.
 
         Raises:
             DataError: more rows dropped than allowed, or all of them.
@@ -74,11 +76,14 @@ class PromptSet:
         longest = max(SYSTEM_PROMPTS, key=lambda prompt: len(self._encoder.encode_system(prompt)))
         self._rows: list[dict[str, Any]] = []
         self.dropped: list[str] = []
+        limit, longer = f"max_prompt_len={max_prompt_len}", "raise the stage's max_prompt_len"
+        if beside is not None:
+            limit, longer = f"the {max_prompt_len} that {beside} leaves of the window", f"lower {beside}"
         remedies = []
         for row in iter_prepared(prepared, split):
-            fault, remedy = None, "shorten or remove them, or raise the stage's max_prompt_len"
+            fault, remedy = None, f"shorten or remove them, or {longer}"
             if (length := self._longest_variant(row, longest)) > max_prompt_len:
-                fault = f"{length} tokens > max_prompt_len={max_prompt_len}"
+                fault = f"{length} tokens > {limit}"
             elif toolbox and row["tools"] and (fault := toolbox.offer_fault(row["tools"])):
                 remedy = "offer tools as the toolbox has them, or add them to the file of tools.extra"
             if fault is None:
@@ -86,7 +91,7 @@ class PromptSet:
                 continue
             self.dropped.append(f"{report['source']}:{row['line']}: {fault}")
             remedies.append(remedy)
-        remedy = "; ".join([*dict.fromkeys(remedies), "or raise data.max_dropped_frac"])
+        remedy = "; ".join(dict.fromkeys(remedies))
         total = len(self._rows) + len(self.dropped)
         refuse_many_dropped(f"{report['set']} ({split})", self.dropped, total, max_dropped_frac, remedy)
         self.batches_per_epoch = -(-len(self._rows) // batch_size)

@@ -26,6 +26,7 @@ from pipeline.rewards.scoring import CompletionScorer
 from pipeline.text.chat import ChatEncoder
 from pipeline.text.tokenizer import Tokenizer, load_tokenizer
 from pipeline.tools.toolbox import Toolbox, open_toolbox
+from pipeline.training.arithmetic import arithmetic
 from pipeline.training.device import open_device
 from pipeline.training.policy_setup import open_reward_model
 from pipeline.training.reward_objective import RewardModelling
@@ -66,7 +67,7 @@ def measure_all(
     for name in MODELS:
         names = [name, "full_sft"] if name == "lora" else [name]
         own = {path: known[path] for n in names for path in (f"checkpoints/{n}.pth", f"checkpoints/{n}.json")}
-        identity = json.dumps([own, panel_identity, settings, code], sort_keys=True)
+        identity = json.dumps([own, panel_identity, settings, code, arithmetic(device)], sort_keys=True)
         measured[name] = cached(cache, identity, partial(measure_one, name, examiner, announce))
     return measured
 
@@ -148,6 +149,7 @@ def open_held_out(
         max_dropped_frac=1.0,
         thinking_ratio=thinking_ratio,
         toolbox=toolbox,
+        beside="eval.max_new_tokens",
     )
     if prompts.dropped:
         announce(f"{len(prompts.dropped)} held-out rows of {name} dropped: " + "; ".join(prompts.dropped[:3]))

@@ -75,7 +75,7 @@ def markdown(
     lines = [
         "# Evaluation",
         "",
-        f"Every model on the same held-out rows; brackets are {confidence:.0%} intervals. Definitions: docs/evaluation.md.",
+        f"Every model on the same held-out rows; brackets are {100 * confidence:g}% intervals. Definitions: docs/evaluation.md.",
         "",
         "| model | " + " | ".join(shown) + " |",
         "| --- |" + " --- |" * len(shown),

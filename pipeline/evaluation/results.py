@@ -65,14 +65,18 @@ def verdicts_of(measured: Mapping[str, RowValues], confidence: float) -> dict[st
 def cached(folder: Path, identity: str, measure: Callable[[], Examination]) -> Examination:
     """What is stored for `identity` (everything that decides it), or newly measured and stored.
 
-    A torn or foreign file counts as absent. Any number of processes may use the folder at once.
+    A torn, rotten or foreign file counts as absent. Any number of processes may use the folder at once.
     """
     path = folder / f"{sha256(identity.encode()).hexdigest()[:32]}.json"
     try:
-        return Examination(**json.loads(path.read_text(encoding="utf-8")))
+        checksum, _, stored = path.read_text(encoding="utf-8").partition("\n")
+        if sha256(stored.encode()).hexdigest() != checksum:
+            raise ValueError("other bytes than were written")
+        return Examination(**json.loads(stored))
     except (FileNotFoundError, ValueError, TypeError):
         measured = measure()
     folder.mkdir(parents=True, exist_ok=True)
-    content = json.dumps(asdict(measured), sort_keys=True, allow_nan=False).encode()
+    text = json.dumps(asdict(measured), sort_keys=True, allow_nan=False)
+    content = f"{sha256(text.encode()).hexdigest()}\n{text}".encode()
     write_atomically(path, lambda file: file.write(content))
     return measured

@@ -37,6 +37,7 @@ class Made:
         outs: digest by path of what it wrote.
         sizes: bytes by path of what it read.
         code: the hash of its code; None where it does not depend on one.
+        code_file: the path of the file that was hashed for it.
     """
 
     stage: str
@@ -45,6 +46,12 @@ class Made:
     outs: dict[str, str]
     sizes: dict[str, int]
     code: str | None = None
+    code_file: str | None = None
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """Digest by path of what it read, the hash of its code included, as its run has noted it."""
+        return self.deps | ({self.code_file: self.code} if self.code_file and self.code else {})
 
 
 @dataclass(frozen=True)
@@ -184,8 +191,8 @@ def _made(name: str, entry: dict[str, Any]) -> Made:
     deps, outs = ({each["path"]: each["md5"] for each in entry.get(kind, [])} for kind in ("deps", "outs"))
     data = {path: md5 for path, md5 in deps.items() if not path.startswith(CODE) and path != PLACEHOLDER}
     sizes = {each["path"]: each["size"] for each in entry.get("deps", []) if "size" in each}
-    code = next((md5 for path, md5 in deps.items() if path.startswith(CODE)), None)
-    return Made(name, dict(flat_params(params)), data, outs, sizes, code)
+    code_file, code = next(((path, md5) for path, md5 in deps.items() if path.startswith(CODE)), (None, None))
+    return Made(name, dict(flat_params(params)), data, outs, sizes, code, code_file)
 
 
 def flat_params(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -6,7 +6,7 @@ What no stage wrote may be what stages read: a source.
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +47,14 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A stage on the way from the corpus to the file."""
+    """A stage on the way from the corpus to the file; `inputs` are the data that it read and the hash of its code."""
 
     stage: str
     params: Mapping[str, Any]
     deps: Mapping[str, str]
     outs: Mapping[str, str]
     run: Run | None
+    inputs: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +191,10 @@ def _origin(file: Path, known: str, written: _Written, root: Path, runs: Path) -
         also=written.also,
         in_workspace=lock.commit is None,
         commits=_commits(written.locks),
-        steps=[Step(step.stage, step.params, step.deps, step.outs, _run_of(step, root, runs)) for step in lock.ancestry(made)],
+        steps=[
+            Step(step.stage, step.params, step.deps, step.outs, _run_of(step, root, runs), step.inputs)
+            for step in lock.ancestry(made)
+        ],
         sources=lock.sources(made),
         evaluation=evaluation_of(root, lock, made),
         judge=lock.stages.get(JUDGE),

@@ -231,6 +231,8 @@ class Ppo(Sampling):
     critic_warmup_steps: Count
 
     def _faults(self) -> Iterator[str]:
+        if self.batch_size < 2:
+            yield f"batch_size={self.batch_size}: must be >= 2, advantages are whitened over the completions of a step"
         if self.mini_batch_size > self.batch_size:
             yield f"mini_batch_size={self.mini_batch_size}: must be <= batch_size={self.batch_size}"
         if self.max_steps is not None and self.critic_warmup_steps >= self.max_steps:

@@ -106,6 +106,8 @@ def _config(sides: Sequence[Side]) -> list[Difference]:
     parents = [set(side.upstream or ()) for side in sides]
     tables = [_identity(side, one_stage=one_stage, upstream=set.intersection(*parents)) for side in sides]
     keys = dict.fromkeys(key for table in tables for key in table)
+    if not all(side.record for side in sides):  # of the others nobody knows
+        keys = {key: None for key in keys if key != "commit" and not key.startswith("version ")}
     rows = [Difference(key, tuple(table.get(key) for table in tables)) for key in keys]
     return [row for row in rows if any(value != row.values[0] for value in row.values)]
 

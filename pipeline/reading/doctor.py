@@ -30,7 +30,7 @@ from pipeline.reading.workspace import (
 from pipeline.supervise import is_held
 from pipeline.tracking.outlook import missing_sources, never_warm
 from pipeline.tracking.records import Record, all_runs, find_runs
-from pipeline.tracking.run_folder import RunFolder, read_json
+from pipeline.tracking.run_folder import RunFolder, cut_record, read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +153,8 @@ def _state(record: Record) -> tuple[str, Severity]:
         return "is running", Severity.OK
     if not record.end:
         return how_it_was_killed(record), Severity.WARN
+    if cut := cut_record(record.folder):
+        return f"finished; {cut}", Severity.WARN
     return _ended(record.end.get("code"), str(record.end.get("reason")))
 
 

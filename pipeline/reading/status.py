@@ -152,7 +152,7 @@ def print_status(states: Sequence[State]) -> None:
         table.add_column(name)
     for state, branch in _tree(states):
         shown = ", ".join(f"{key} {figure(value)}" for key, value in list(state.metrics.items())[:1])
-        age = duration(state.age_s) if state.age_s is not None else ""
+        age = duration(state.age_s) if state.age_s is not None and state.age_s >= 0 else ""  # the clock was set back
         coloured = Text(state.state, style=COLOURS.get(state.state, "red"))
         table.add_row(
             Text(branch + state.stage),

@@ -13,7 +13,7 @@ from pipeline.tracking.records import Record
 def progress(record: Record | None) -> str:
     """How far a run came."""
     if record is None:
-        return "its folder is gone"
+        return "no folder here"
     return f"{record.steps}" + ("" if record.finished else ", running" if record.alive else ", not finished")
 
 

@@ -4,11 +4,12 @@ import os
 import sqlite3
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
+from urllib.parse import unquote, urlsplit
 from urllib.request import urlopen
 
 from pipeline.diagnosis.findings import Severity
@@ -22,7 +23,7 @@ from pipeline.supervise import is_held
 from pipeline.tracking.leftovers import DAY_S, KEEP_DAYS, abandoned
 from pipeline.tracking.records import all_runs, noted_complete
 from pipeline.tracking.run_folder import RunFolder, read_json
-from pipeline.tracking.store import is_server, moved, moved_from, own_store, sqlite_file, tracking_uri
+from pipeline.tracking.store import SAMPLES, is_server, moved, moved_from, own_store, sqlite_file, tracking_uri
 from pipeline.yaml_files import read_yaml
 
 ANSWER_S = 2.0
@@ -75,7 +76,8 @@ def stage_names(root: Path, params: Params | None) -> Iterator[str]:
 
 
 def _has_another_size(path: Path, size: int | None) -> bool:
-    return size is not None and path.is_file() and path.stat().st_size != size
+    files = [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else [path]
+    return size is not None and path.exists() and sum(file.stat().st_size for file in files) != size
 
 
 def check_locks(home: Path) -> Line:
@@ -116,13 +118,14 @@ def check_mlflow(home: Path, params: Params | None) -> Line:
     named = os.environ.get("MLFLOW_TRACKING_URI")
     ended = [run for run in all_runs(home) if not is_held(run.lock) and not is_held(run.feeder_lock)]
     there = _runs_there(store)
-    lost = (run for run in ended if there is not None and _sent_to(run) == uri and read_json(run.about).get("uid") not in there)
+    lost = (run for run in ended if there is not None and _sent_to(run) == uri and not _is_there(run, there))
     lacking = {run.path for run in (*(run for run in ended if not noted_complete(run, named)), *lost)}
     lacks = sorted(path.relative_to(home / ".runs").as_posix() for path in lacking)
     if lacks and (params is None or params.runtime.mlflow):
         text = f"{uri} lacks of {len(lacks)} runs: {listed(lacks)}; `python -m pipeline replay --all` sends it"
         return Line("mlflow", Severity.WARN, text)
-    return Line("mlflow", Severity.OK, f"{uri}: {len(ended) - len(lacks)} ended runs, sent whole")
+    rest = f"; {len(lacks)} are not sent, as runtime.mlflow is false" if lacks else ""
+    return Line("mlflow", Severity.OK, f"{uri}: {len(ended) - len(lacks)} ended runs, sent whole{rest}")
 
 
 def _sent_to(run: RunFolder) -> str:
@@ -130,14 +133,23 @@ def _sent_to(run: RunFolder) -> str:
     return masked(str(read_json(run.feeder_note).get("tracking_uri", "")))
 
 
-def _runs_there(uri: str) -> set[str] | None:
-    """The runs of this project that a SQLite file holds, by uid; None of a server, which would have to be asked for each."""
+def _is_there(run: RunFolder, there: Mapping[str, str]) -> bool:
+    """Whether a SQLite store has a run and, where it was sampled, a folder of samples."""
+    found = there.get(read_json(run.about).get("uid", ""))
+    if found is None or not run.samples.exists() or not run.samples.stat().st_size:
+        return found is not None
+    place = urlsplit(found)
+    return place.scheme != "file" or (Path(unquote(place.path)) / SAMPLES).is_dir()
+
+
+def _runs_there(uri: str) -> dict[str, str] | None:
+    """Where the artifacts of the runs lie that a SQLite file holds, by uid; None of a server, which would be asked for each."""
     if (file := sqlite_file(uri)) is None:
         return None
-    query = "SELECT value FROM tags JOIN runs USING (run_uuid) WHERE key = 'run.uid' AND lifecycle_stage = 'active'"
+    query = "SELECT value, artifact_uri FROM tags JOIN runs USING (run_uuid) WHERE key = 'run.uid' AND lifecycle_stage = 'active'"
     with suppress(sqlite3.Error), closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True)) as connection:
-        return {value for (value,) in connection.execute(query)}
-    return set()
+        return dict(connection.execute(query).fetchall())
+    return {}
 
 
 def _store_fault(uri: str) -> str | None:

@@ -1,6 +1,7 @@
 """Scores of a reward model: the one trained here, or an external one from Hugging Face with MiniMind's calling convention."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -96,7 +97,7 @@ class ExternalRewardModel:
         """Loads from a local folder, never from the network.
 
         Raises:
-            DataError: the folder is missing, its model has no `get_score`, or weights that are not finite.
+            DataError: the folder is missing or cannot be loaded, its model has no `get_score`, or weights that are not finite.
         """
         from transformers import AutoModel, AutoTokenizer  # the one user here, and slow to import
 
@@ -104,9 +105,11 @@ class ExternalRewardModel:
             raise DataError(
                 f"reward.external={str(path)!r}: must be a folder with a Hugging Face reward model (no config.json there)"
             )
-        self.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True, local_files_only=True)
         dtype = torch.float16 if device.type == "cuda" else torch.float32
-        model = AutoModel.from_pretrained(path, trust_remote_code=True, local_files_only=True, dtype=dtype)
+        self._path = path
+        with self._boundary("cannot be loaded"):
+            self.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True, local_files_only=True)
+            model = AutoModel.from_pretrained(path, trust_remote_code=True, local_files_only=True, dtype=dtype)
         if not hasattr(model, "get_score"):
             raise DataError(f"reward.external={str(path)!r}: {type(model).__name__} has no get_score(tokenizer, messages)")
         refuse_broken(dict(model.named_parameters()), path)
@@ -114,16 +117,30 @@ class ExternalRewardModel:
 
     @torch.no_grad()
     def score(self, items: Sequence[Reply]) -> list[float]:
-        """One call per answer; the model's own scale."""
-        return [
-            float(
-                self.model.get_score(
-                    self.tokenizer,
-                    [{"role": "user", "content": flat_question(item.messages)}, {"role": "assistant", "content": item.answer}],
+        """One call per answer; the model's own scale.
+
+        Raises:
+            DataError: the model's code fails, or what it gives is no number.
+        """
+        scores = []
+        for item in items:
+            question = {"role": "user", "content": flat_question(item.messages)}
+            with self._boundary("get_score must return a number"):
+                scores.append(
+                    float(self.model.get_score(self.tokenizer, [question, {"role": "assistant", "content": item.answer}]))
                 )
-            )
-            for item in items
-        ]
+        return scores
+
+    @contextmanager
+    def _boundary(self, fault: str) -> Iterator[None]:
+        """To code that comes with the model: what it raises is one line; that memory ran out is ours to tell."""
+        try:
+            yield
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            raise DataError(f"reward.external={str(self._path)!r}: {fault} ({said})") from error
 
 
 def flat_question(messages: Messages) -> str:

@@ -3,6 +3,7 @@
 Training samples from the untruncated distribution; nothing there uses this. Dimensions: N rows, V vocabulary.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -31,8 +32,8 @@ class Truncation:
             raise ParamsError(f"top_k={self.top_k}: must be >= 1, or 0 for no limit")
         if not 0 < self.top_p <= 1:
             raise ParamsError(f"top_p={self.top_p}: must be > 0 and <= 1")
-        if self.repetition_penalty <= 0:
-            raise ParamsError(f"repetition_penalty={self.repetition_penalty}: must be > 0")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ParamsError(f"repetition_penalty={self.repetition_penalty}: must be a number > 0")
 
     def __call__(self, logits: Tensor, seen: Tensor) -> Tensor:
         """Logits with -inf where an id is ruled out.

@@ -141,7 +141,7 @@ def stage_run(
         folder.exit.unlink(missing_ok=True)
         folder.progress.unlink(missing_ok=True)  # of an attempt before
         wanted = runtime.ranks if ranked and launched.size == 1 else 1
-        with _recorded_exit(folder.exit, stop, memory_hint, partial(_made, root, stage)), followers(wanted, stop):
+        with _recorded_exit(folder.exit, stop, memory_hint, partial(_made, root, stage, folder)), followers(wanted, stop):
             check_space(stage, folder, root, params, inputs, runtime)
             run = StageRun(stage, root, folder, params, runtime, stop, launched_ranks() if ranked else ALONE)
             stack.callback(run.close)
@@ -182,9 +182,13 @@ def _held_run_folder(stack: ExitStack, runs: Path, stage: str, key: str, *, reco
                 return folder
 
 
-def _made(root: Path, stage: str) -> dict[str, dict[str, str]]:
-    """Digests of what the stage wrote: these bytes are its run's, whatever DVC records, and whatever lies there later."""
-    return {"outputs": digests(root, [path for path in outputs_of(stage, root / "dvc.yaml") if (root / path).exists()])}
+def _made(root: Path, stage: str, folder: RunFolder) -> dict[str, Any]:
+    """Digests of what the stage wrote: these bytes are its run's, whatever DVC records, and whatever lies there later.
+
+    And how long its record is, so that one that is cut later is not taken for whole.
+    """
+    outputs = digests(root, [path for path in outputs_of(stage, root / "dvc.yaml") if (root / path).exists()])
+    return {"outputs": outputs, "metrics_bytes": folder.metrics.stat().st_size if folder.metrics.exists() else 0}
 
 
 @contextmanager

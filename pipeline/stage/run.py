@@ -219,10 +219,14 @@ class StageRun:
     def progress(self, total: int) -> ProgressBar:
         """A progress bar over `total` steps, as `runtime.progress` wants it; the folder says to others how many there are."""
         write_json(self.folder.progress, {"total": total, "done": self.resumed_step, "began_s": now_s()})
-        warmup = self._settings[0].get(self.stage, {}).get("warmup_steps", 0)
-        if (line := cold(self.stage, total, warmup)) is not None:
+        for line in cold(self.stage, total, self._settings[0].get(self.stage, {})):
             self.announce(f"warning: {line}")
         return ProgressBar(self.stage, total, mode=self._runtime.progress, done=self.resumed_step)
+
+    @property
+    def tracked(self) -> bool:
+        """Whether MLflow gets the run while it trains."""
+        return self._runtime.mlflow
 
     def announce(self, line: str) -> None:
         """Prints one lasting line on stderr: a warning, or what comes next in a long phase."""
@@ -327,4 +331,5 @@ def describe(
     if uri == own_store(run.home) and (old := moved_from(run.home)) is not None:
         say(f"{run.stage}: {moved(run.home, old)}")
     start = f"resumes at step {run.resumed_step}" if about["attempt"] > 1 else "new"
-    say(f"{run.stage}: run {run.folder.path.relative_to(run.home)} ({start}), tracking {uri}")
+    tracked = f"tracking {uri}" if run.tracked else "not sent to MLflow, as runtime.mlflow is false"
+    say(f"{run.stage}: run {run.folder.path.relative_to(run.home)} ({start}), {tracked}")

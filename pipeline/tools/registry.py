@@ -129,6 +129,8 @@ def offer_fault(offered: Mapping[str, Any], schema: Mapping[str, Any]) -> str | 
     given_properties, properties = (
         parameters.get("properties") or {} if isinstance(parameters, Mapping) else {} for parameters in (given, own)
     )
+    if not isinstance(given_properties, Mapping):
+        return f"properties must be an object with an entry per argument, got {shown(json_text(given_properties))}"
     required = given.get("required") if isinstance(given, Mapping) else None
     for argument in own.get("required", []):
         if argument not in given_properties or not isinstance(required, list) or argument not in required:

@@ -1,8 +1,10 @@
 """What answers the calls of a stage: the tools of a preset, and those of a user's own file with its own checker."""
 
+import json
 import math
 import runpy
-from collections.abc import Callable, Collection, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -66,17 +68,21 @@ def open_toolbox(params: Tools) -> Toolbox:
     """The toolbox of params; the Python file that `extra` names below external/ is executed.
 
     Raises:
-        DataError: that file cannot be run, or what it defines is no list of tools or no checker.
+        DataError: that file cannot be run, imports one that no stage depends on, or what it defines is no list of tools or no
+            checker.
     """
     if params.extra is None:
         return Toolbox(params.preset)
     path = Path("external") / params.extra
+    before = set(sys.modules)
     try:
         defined = runpy.run_path(str(path))
     except KeyboardInterrupt:  # and the stop signals, which are kinds of it
         raise
     except BaseException as error:  # noqa: BLE001 - the boundary to a user's file: anything may be wrong with it
         raise DataError(f"{path}: cannot be run ({described(error)}); mend it, or write tools.extra: null") from None
+    if helper := _imported_helper(sys.modules.keys() - before):
+        raise DataError(f"{path}: imports {helper}, whose edits would rerun nothing; write all into the one file")
     tools, check = defined.get("TOOLS"), defined.get("check")
     if not isinstance(tools, list) or not tools or not all(isinstance(tool, Tool) for tool in tools):
         raise DataError(
@@ -91,12 +97,27 @@ def open_toolbox(params: Tools) -> Toolbox:
     return Toolbox(params.preset, own, None if check is None else _checked(check, path))
 
 
+def _imported_helper(names: Iterable[str]) -> Path | None:
+    """A file of the repository, but not of `pipeline/`, that one of the modules is from: what the lineage does not know."""
+    root, installed = Path.cwd().resolve(), Path(sys.prefix).resolve()
+    for name in names:
+        file = getattr(sys.modules[name], "__file__", None)
+        found = Path(file).resolve() if file else installed
+        if found.is_relative_to(root) and not found.is_relative_to(installed) and not found.is_relative_to(root / "pipeline"):
+            return found.relative_to(root)
+    return None
+
+
 def _schema_fault(tool: Tool) -> str | None:
     """What is wrong with a tool of the user's, in one line."""
     function = tool.schema.get("function") if isinstance(tool.schema, Mapping) else None
     if not isinstance(function, Mapping) or not (isinstance(function.get("name"), str) and function["name"]):
         return 'schema must be {"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}'
     name, parameters = function["name"], function.get("parameters", {})
+    try:
+        json.dumps(tool.schema, ensure_ascii=False, allow_nan=False).encode("utf-8")
+    except (TypeError, ValueError, RecursionError) as error:
+        return f"{function['name']!a}: schema must be JSON, as models are shown it ({error})"
     if not callable(tool.function):
         return f"{name}: function must be callable, got {type(tool.function).__name__}"
     properties = parameters.get("properties", {}) if isinstance(parameters, Mapping) else None

@@ -2,10 +2,11 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -77,7 +78,7 @@ def missing_sources(params: Params, root: Path) -> Iterator[str]:
 
 
 def never_warm(params: Params, root: Path) -> Iterator[str]:
-    """A line for every stage whose rate never reaches its peak with the data that are there."""
+    """Lines for every stage whose rate never reaches its peak, or whose policy is never trained, with the data that are there."""
     for stage, rows_of in {
         **{name: f"data/encoded/{name}" for name in ("pretrain", "full_sft", "lora", "dpo")},
         "reward": "data/encoded/dpo",
@@ -94,18 +95,17 @@ def never_warm(params: Params, root: Path) -> Iterator[str]:
             steps = -(-steps // own.accumulation_steps)
         steps *= own.epochs
         limit = getattr(own, "max_steps", None)
-        if (line := cold(stage, steps if limit is None else min(steps, limit), own.warmup_steps)) is not None:
-            yield line
+        yield from cold(stage, steps if limit is None else min(steps, limit), own.model_dump())
 
 
-def cold(stage: str, steps: int, warmup_steps: int) -> str | None:
-    """What is to be said of a run that ends within its warm-up."""
-    if not 0 < steps <= warmup_steps:
-        return None
-    return (
-        f"{stage}.warmup_steps={warmup_steps}: the run has {steps} steps and ends before its rate is {stage}.lr; "
-        "lower it, or train longer"
-    )
+def cold(stage: str, steps: int, settings: Mapping[str, Any]) -> Iterator[str]:
+    """What is to be said of a run that ends within its warm-up, or within that of its critic."""
+    for key, missed in (
+        ("warmup_steps", f"ends before its rate is {stage}.lr"),
+        ("critic_warmup_steps", "ends before the policy is trained"),
+    ):
+        if 0 < steps <= settings.get(key, 0):
+            yield f"{stage}.{key}={settings[key]}: the run has {steps} steps and {missed}; lower it, or train longer"
 
 
 def heavy(step: Expected) -> str | None:

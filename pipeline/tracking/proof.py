@@ -15,9 +15,9 @@ from pipeline.errors import PipelineError
 from pipeline.masking import masked
 from pipeline.tracking.run_folder import RunFolder, read_json
 from pipeline.tracking.saves import committed_sizes
-from pipeline.tracking.sender import SAMPLES, TABLES_TAG, TRACKER_FAULTS, last_steps, table_step
+from pipeline.tracking.sender import TABLES_TAG, TRACKER_FAULTS, last_steps, table_step
 from pipeline.tracking.shapes import read_samples, read_steps
-from pipeline.tracking.store import open_existing, with_password
+from pipeline.tracking.store import SAMPLES, open_existing, with_password
 from pipeline.tracking.tables import as_table
 
 

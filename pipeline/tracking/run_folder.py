@@ -176,6 +176,13 @@ def run_key(stage: str, params: Mapping[str, Any], digests: Mapping[str, str], c
     return hashlib.sha256(json.dumps(recipe, sort_keys=True, allow_nan=False).encode()).hexdigest()[:16]
 
 
+def cut_record(folder: RunFolder) -> str | None:
+    """What is missing of the metrics of a run that has finished; None where they are whole, or nobody noted how long they are."""
+    noted = read_json(folder.exit, warn=False).get("metrics_bytes", 0)
+    there = folder.metrics.stat().st_size if folder.metrics.exists() else 0
+    return f"{folder.metrics}: ends before the run did, {there} of {noted} bytes are left" if there < noted else None
+
+
 def read_json(path: Path, *, warn: bool = True) -> dict[str, Any]:
     """A file's JSON object, or an empty one when there is no file, or (with a warning on stderr) none that can be read.
 

@@ -31,10 +31,10 @@ from pipeline.tracking.fed_run import FedRun
 from pipeline.tracking.names import tag_key
 from pipeline.tracking.rebuild_runs import leave
 from pipeline.tracking.recorder import now_s
-from pipeline.tracking.run_folder import RunFolder, read_json, write_json
+from pipeline.tracking.run_folder import RunFolder, cut_record, read_json, write_json
 from pipeline.tracking.saves import committed_sizes
 from pipeline.tracking.shapes import read_samples, read_steps
-from pipeline.tracking.store import open_store, with_password
+from pipeline.tracking.store import SAMPLES, open_store, with_password
 from pipeline.tracking.tables import as_table, as_text, cut
 
 TRACKER_FAULTS = (MlflowException, SQLAlchemyError, SqliteError, ParseError, ValueError, OSError)
@@ -43,7 +43,6 @@ MAX_METRICS = 1000  # per request
 MAX_PARAMS = 100
 TABLES_TAG = "mlflow.loggedArtifacts"
 FOUND_TAG = "guard.found"
-SAMPLES = "samples"
 LAST_SAMPLES = "samples.txt"
 """Those of the last step once more: MLflow's page that compares runs shows no tables, and of files only those at the top."""
 
@@ -141,10 +140,17 @@ class Sender:
 
         Raises:
             TRACKER_FAULTS: the run is not closed, or MLflow has not what it said that it had received.
+            PipelineError: how it ended cannot be read, or its record has been cut since.
         """
         client, experiment_id = self.store()
         run = self._find(client, experiment_id) or self._create(client, experiment_id)
         exited = read_json(self._folder.exit)
+        if not exited and self._folder.exit.exists():
+            raise PipelineError(
+                f"{self._folder.exit}: unreadable, so how the run ended is not known; without it the run counts as killed"
+            )
+        if complete and (lost := cut_record(self._folder)):
+            raise PipelineError(lost)
         code = exited.get("code")
         status = "FINISHED" if code == 0 else "KILLED" if code is None or code > 128 else "FAILED"
         client.set_tag(run.info.run_id, "exit.reason", exited.get("reason", "killed; the process left no word"))

@@ -64,6 +64,7 @@ class _End(TypedDict, total=False):
     time_s: FiniteFloat
     used: dict[str, FiniteFloat]
     outputs: dict[str, str]
+    metrics_bytes: _Count
 
 
 @_STRICT

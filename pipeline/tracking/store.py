@@ -67,6 +67,10 @@ def is_server(uri: str) -> bool:
     return uri.startswith(("http://", "https://"))
 
 
+SAMPLES = "samples"
+"""The folder of a run's artifacts that holds the tables of its samples."""
+
+
 def artifact_folder(root: Path) -> Path:
     """Of the artifacts beside a local store."""
     return root.resolve() / "mlartifacts"

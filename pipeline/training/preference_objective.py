@@ -14,6 +14,7 @@ from pipeline.maths.logprobs import token_logprobs
 from pipeline.maths.preference import chance_accuracies, dpo_loss
 from pipeline.model.transformer import CausalLM
 from pipeline.params.schema import Dpo
+from pipeline.training.arithmetic import arithmetic
 from pipeline.training.device import Device
 from pipeline.training.objectives import LossSum, answer_lengths, routed_positions, sums_of, with_router_balance, without_dropout
 
@@ -81,9 +82,9 @@ def cached_reference(
         train: pairs that are asked for as `epochs` epochs draw them.
         held_out: pairs that are asked for as stored.
         scratch: folder of such tables; a damaged one is made again.
-        identity: everything that decides the logprobs: model, data, draws, code and precision.
+        identity: everything that decides the logprobs but the arithmetic: model, data, draws and code.
     """
-    path = scratch / f"{sha256(identity.encode()).hexdigest()[:16]}.pt"
+    path = scratch / f"{sha256(f'{identity} {arithmetic(device)}'.encode()).hexdigest()[:16]}.pt"
     tables = _read_tables(path)
     if tables is None:
         tables = {
