@@ -71,15 +71,15 @@ STAGES = ("full_sft", "lora", "dpo", "ppo", "grpo", "agent")
 class UnseenRows:
     """Rows of the embedded world that fall to the held-out side of the split, no two the same.
 
-    The split is by what a row asks, so held-out rows are a fair sample of the world. No stage after full_sft trains on what they
-    ask last, in whatever turn; full_sft has met most of what a closed world can be asked.
+    The split is by what a row asks, so held-out rows are a fair sample of the world. No stage after full_sft trains a reply to
+    what they ask last; full_sft has met most of what a closed world can be asked.
     """
 
     def __init__(self, params: Params) -> None:
         recipe = dict(read_yaml(Path(params.data.sets.agent.source)))
         self._recipe = {**recipe, "seed": recipe["seed"] + 1}
         self._seed = params.data.seed
-        self._trained = {text for name in SETS for row in prepared(name, "train") for text in questions(name, row)}
+        self._trained = {text for name in SETS for row in prepared(name, "train") for text in trained_questions(name, row)}
 
     def of(self, name: str, **changes: Any) -> Iterator[dict[str, Any]]:
         """Rows of a set as `prepare` stores them.
@@ -93,7 +93,7 @@ class UnseenRows:
         with suppress(DataError):  # the world has no further rows
             for raw in generate(name, {**self._recipe, **changes, "rows": {**rows, name: 100 * rows[name]}}):
                 row, _ = normalise(raw, kind, [])
-                if prompt_key(row, kind, self._seed) <= last and questions(name, row)[-1] not in self._trained:
+                if prompt_key(row, kind, self._seed) <= last and trained_questions(name, row)[-1] not in self._trained:
                     yield row
 
 
@@ -101,10 +101,12 @@ def prepared(name: str, split: str) -> Iterator[dict[str, Any]]:
     return iter_prepared(Path("data/prepared") / name, split)
 
 
-def questions(name: str, row: Mapping[str, Any]) -> list[str]:
-    """What the user of a row says, turn by turn."""
-    messages = row["chosen" if SET_KINDS[name] is Kind.PAIRS else "conversations"]
-    return [message["content"] for message in messages if message["role"] == "user"]
+def trained_questions(name: str, row: Mapping[str, Any]) -> list[str]:
+    """Those whose replies are trained: all of a chat, else the last one."""
+    kind = SET_KINDS[name]
+    messages = row["chosen" if kind is Kind.PAIRS else "conversations"]
+    asked = [message["content"] for message in messages if message["role"] == "user"]
+    return asked if kind is Kind.CHAT else asked[-1:]
 
 
 @dataclass(frozen=True, slots=True)

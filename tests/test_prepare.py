@@ -138,6 +138,29 @@ def test_no_held_out_chat_begins_one_that_is_trained_on(tmp_path, data_params):
     assert len(firsts["held_out"]) == 12 and not firsts["train"] & firsts["held_out"]
 
 
+@pytest.mark.parametrize("set_name", ["dpo", "rlaif", "agent"])
+def test_no_held_out_question_is_trained_on_behind_other_turns(tmp_path, data_params, set_name):
+    """The reply to the last question is what these sets train."""
+
+    def turns(*asked):
+        return [turn for text in asked for turn in ({"role": "user", "content": text}, {"role": "assistant", "content": "A"})]
+
+    rows = []
+    for asked in ([*before, f"Q{n}"] for n in range(60) for before in ([], ["Hello"])):
+        chat_row = {"conversations": turns(*asked), "gt": ["A"]}
+        other = [*turns(*asked)[:-1], {"role": "assistant", "content": "B"}]
+        rows.append({"chosen": turns(*asked), "rejected": other} if set_name == "dpo" else chat_row)
+    prepare(set_name, write(tmp_path, rows), tmp_path / "out", with_values(data_params, held_out_frac=0.2))
+    last = {
+        split: {
+            [m["content"] for m in row["chosen" if set_name == "dpo" else "conversations"] if m["role"] == "user"][-1]
+            for row in read_prepared(tmp_path / "out", split)
+        }
+        for split in ("train", "held_out")
+    }
+    assert len(last["held_out"]) == 12 and not last["train"] & last["held_out"]
+
+
 def test_the_split_depends_on_seed_and_question_not_on_the_place(tmp_path, data_params):
     rows = [chat(f"Q{n}") for n in range(60)]
 

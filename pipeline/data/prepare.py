@@ -2,8 +2,9 @@
 
 The split is a function of the seed and of what a row asks, never of its place in the file or of the set it is in: rows that
 ask the same thing lie on one side, so no held-out question is also a training row, and a question held out of one set tends to
-be held out of the others. Chats are trained on in every turn, so their first question decides: no held-out chat is the beginning
-of one that is trained on, or the other way round.
+be held out of the others. What counts is what is trained on: of a chat every turn, so its first question decides, and no held-out
+chat is the beginning of one that is trained on, or the other way round; of pairs, prompts and tasks the
+last reply.
 """
 
 import json
@@ -80,7 +81,7 @@ def prepare(set_name: str, source: Path, out: Path, params: Data) -> dict[str, A
 
 
 def prompt_key(value: dict[str, Any], kind: Kind, seed: int) -> bytes:
-    """A 16-byte hash of the seed and of what the row asks: its text, a chat's first user message, or the contents of all.
+    """A 16-byte hash of the seed and of what the row asks: its text, a chat's first user message, or the last of others.
 
     System prompt, offered tools and earlier answers do not count: with them changed it is still the same question.
     """
@@ -89,8 +90,7 @@ def prompt_key(value: dict[str, Any], kind: Kind, seed: int) -> bytes:
     else:
         messages = value["chosen" if kind is Kind.PAIRS else "conversations"]
         asked = [message["content"] for message in messages if message["role"] == "user"]
-        if kind is Kind.CHAT:
-            asked = asked[:1]
+        asked = asked[:1] if kind is Kind.CHAT else asked[-1:]
     text = json.dumps([seed, *asked], ensure_ascii=False)
     return blake2b(text.encode("utf-8"), digest_size=16).digest()
 
