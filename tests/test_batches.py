@@ -318,7 +318,7 @@ def test_rows_of_all_record_batches_are_found(build, tokenizer):
 def pairs(count):
     rows = []
     for n in range(count):
-        prompt = [user(f"Q{n}"), assistant("mid"), user("and")]
+        prompt = [user(f"Q{n}"), assistant("mid"), user(f"{n} and")]
         rows.append({"chosen": [*prompt, assistant("A" * (n % 7 + 1))], "rejected": [*prompt, assistant("bad " * (n % 5 + 1))]})
     return rows
 

@@ -158,13 +158,16 @@ def test_answers_and_thoughts_are_mixed_as_the_recipe_says(
         assert within(lengths[name] / len(thoughts), fraction, len(thoughts)), (name, lengths)
 
 
-def test_the_mixture_is_the_same_for_every_kind_of_question(world: dict[str, list[dict[str, Any]]]) -> None:
+def test_the_mixture_is_the_same_for_every_kind_of_question(
+    recipe: dict[str, Any], world: dict[str, list[dict[str, Any]]]
+) -> None:
+    taught = recipe["answers"]["good"]
     for thinks in (True, False):
         for chinese in (True, False):
             chosen = [m["content"] for m in plain_answers(world["full_sft"]) if ("reasoning_content" in m) == thinks]
             chosen = [text for text in chosen if bool(CHINESE.search(text)) == chinese]
             good = sum(style(text) == "good" for text in chosen) / len(chosen)
-            assert 0.25 < good < 0.37, (thinks, chinese, good)
+            assert taught - 0.03 < good < taught + 0.09, (thinks, chinese, good)
 
 
 def needs_tools(row: dict[str, Any]) -> bool:
