@@ -2,9 +2,9 @@
 
     dvc repro eval && python benchmarks/learning.py [STAGE ...] [--rows N]
 
-The panel of stage eval is small, so that a rebuild is quick. Here the world makes as many rows as are wanted, from a seed of its
-own; those whose question the split holds out are asked. Prints a Markdown table and the bars with paired intervals; ends
-with 1 where one is missed.
+The panel of stage eval is small, so that a rebuild is quick. Here the world makes as many rows as are wanted, or as it has, from
+a seed of its own; those whose question the split holds out are asked. Prints a Markdown table and the bars with paired intervals;
+ends with 1 where one is missed.
 """
 
 import sys
@@ -98,6 +98,7 @@ class UnseenRows:
 
 
 def prepared(name: str, split: str) -> Iterator[dict[str, Any]]:
+    """Rows of the lineage's own set."""
     return iter_prepared(Path("data/prepared") / name, split)
 
 
@@ -205,7 +206,7 @@ def main(
     asked = topics(UnseenRows(params), encoder, rows)
     found: dict[str, dict[str, list[float]]] = {}
     for stage in stages or STAGES:
-        print(f"{stage}: {len(asked)} topics of {rows} rows", file=sys.stderr, flush=True)
+        print(f"{stage}: {len(asked)} topics of up to {rows} rows", file=sys.stderr, flush=True)
         model = device.prepare(open_policy(stage, tokenizer.digest)).eval()
         engine = open_engine(model, tokenizer, device, max_rows=params.eval.batch_size)
         examination = Examination(engine, encoder, tokenizer, params)

@@ -28,6 +28,7 @@ from pipeline.reading.sides import find_sides
 from pipeline.reading.wording import verdicts
 from pipeline.tracking.records import Record
 from pipeline.tracking.run_folder import RunFolder
+from pipeline.yaml_files import read_yaml
 
 
 def record(path: Path) -> Record:
@@ -301,6 +302,22 @@ def test_a_stage_is_what_the_workspace_has(lineage: Path) -> None:
     write_run(lineage, 9, stage="ppo")
     (side,) = find_sides(lineage, lineage, ["ppo"])
     assert side.place == ".runs/ppo/key9/1" and side.notes == ["ppo: not in the workspace's dvc.lock; this is its newest run"]
+
+
+def test_what_nobody_knows_of_a_side_without_a_folder_is_no_difference(lineage: Path) -> None:
+    """Its code stands in dvc.lock; its commit and libraries stood in the run folder alone."""
+    shutil.rmtree(lineage / ".runs/grpo/key0")
+    code = {"data/code/grpo.json": "c" * 32}
+    tree = read_yaml(lineage / "dvc.lock")
+    tree["stages"]["grpo"]["deps"] += [{"path": path, "md5": md5} for path, md5 in code.items()]
+    (lineage / "dvc.lock").write_text(json.dumps(tree))
+    folder = write_run(lineage, 7, params={"lr": 0.3}, inputs={"base.pth": md5(1.0), **code})
+    about = json.loads((folder / "run.json").read_text())
+    about["tags"] |= {"version.torch": "2", "git.commit": "d" * 40}
+    (folder / "run.json").write_text(json.dumps(about))
+    found = {row.key: row.values for row in compare(lineage, lineage, ["grpo", ".runs/grpo/key7/1"]).config}
+    assert found["grpo.lr"] == (0.1, 0.3)
+    assert not [key for key in found if key.startswith(("input", "version", "commit"))]
 
 
 def test_equal_sides_are_said_in_one_line(lineage: Path, monkeypatch: pytest.MonkeyPatch) -> None:

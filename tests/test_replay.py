@@ -288,8 +288,9 @@ def test_a_run_is_named_by_folder_stage_or_mlflow_id(ended: RunFolder) -> None:
         find_runs(ended.root, ["grop"])
 
 
-def test_a_store_that_was_lost_or_restored_in_part_is_asked_and_gets_what_it_lacks() -> None:
-    """feeder.json says "complete" all the while."""
+@contextmanager
+def arrived() -> Iterator[tuple[Store, RunFolder]]:
+    """A run of nine steps that has finished, and the store that has it."""
     store = Store()
     with project(store) as folder:
         trainer = Trainer(folder)
@@ -297,6 +298,12 @@ def test_a_store_that_was_lost_or_restored_in_part_is_asked_and_gets_what_it_lac
         trainer.train(9, save=True)
         trainer.end(0)
         list(send_missing([folder], None))
+        yield store, folder
+
+
+def test_a_store_that_was_lost_or_restored_in_part_is_asked_and_gets_what_it_lacks() -> None:
+    """feeder.json says "complete" all the while."""
+    with arrived() as (store, folder):
         tables = sorted(name for name in store.kept().artifacts if name.startswith("samples/"))
         assert incomplete_runs(folder.root, None) == [] and len(tables) > 2
         del store.kept().artifacts[tables[1]]
@@ -316,13 +323,7 @@ def test_a_store_that_was_lost_or_restored_in_part_is_asked_and_gets_what_it_lac
 
 def test_what_a_damaged_record_cannot_tell_is_not_said() -> None:
     """How the run ended, or all that it measured: what MLflow has of it stays, and `complete` is not said."""
-    store = Store()
-    with project(store) as folder:
-        trainer = Trainer(folder)
-        trainer.start()
-        trainer.train(9, save=True)
-        trainer.end(0)
-        list(send_missing([folder], None))
+    with arrived() as (store, folder):
         status, ended = store.kept().status, folder.exit.read_text()
         folder.exit.write_text(ended[:10])
         with pytest.raises(PipelineError, match="exit.json: unreadable, so how the run ended is not known"):

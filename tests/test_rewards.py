@@ -990,6 +990,17 @@ def test_external_reward_model_is_called_with_get_score(tmp_path: Path) -> None:
     assert scorer.score(items) == [2.0 * 3, 2.0 * -5]
 
 
+@pytest.mark.parametrize("broken", ['raise KeyError("a\\nb")', "return None", "return torch.zeros(2)"])
+@pytest.mark.usefixtures("private_modules")
+def test_a_score_that_is_none_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    monkeypatch.setitem(globals(), "MODEL_CODE", MODEL_CODE.replace("return float", f"{broken}\n        return float"))
+    write_toy_reward(tmp_path / "toy_reward", "get_score")
+    scorer = ExternalRewardModel(tmp_path / "toy_reward", device=torch.device("cpu"))
+    with pytest.raises(DataError, match="get_score must return a number") as raised:
+        scorer.score([Reply([{"role": "user", "content": "Hi"}], "Hello")])
+    assert len(raised.value.lines) == 1
+
+
 @pytest.mark.usefixtures("private_modules")
 def test_external_reward_model_faults_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no config.json"):

@@ -124,7 +124,7 @@ def check_mlflow(home: Path, params: Params | None) -> Line:
     if lacks and (params is None or params.runtime.mlflow):
         text = f"{uri} lacks of {len(lacks)} runs: {listed(lacks)}; `python -m pipeline replay --all` sends it"
         return Line("mlflow", Severity.WARN, text)
-    rest = f"; {len(lacks)} are not sent, as runtime.mlflow is false" if lacks else ""
+    rest = f"; {len(lacks)} are not there whole, and runtime.mlflow is false" if lacks else ""
     return Line("mlflow", Severity.OK, f"{uri}: {len(ended) - len(lacks)} ended runs, sent whole{rest}")
 
 

@@ -19,6 +19,8 @@ EXPERIMENT = "minimind"
 SQLITE = "sqlite:///"
 _SQLITE_URI = re.compile(r"sqlite(\+\w+)?:///([^?]*)")
 _REVISION = re.compile(r"out-of-date database schema \(found version (\w+)")
+SAMPLES = "samples"
+"""The folder of a run's artifacts that holds the tables of its samples."""
 
 
 def tracking_uri(root: Path) -> str:
@@ -65,10 +67,6 @@ def sqlite_file(uri: str) -> Path | None:
 def is_server(uri: str) -> bool:
     """Whether a server owns the store and its artifacts, and shows them; a database or a folder is opened by this process."""
     return uri.startswith(("http://", "https://"))
-
-
-SAMPLES = "samples"
-"""The folder of a run's artifacts that holds the tables of its samples."""
 
 
 def artifact_folder(root: Path) -> Path:
